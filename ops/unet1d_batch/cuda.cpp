@@ -1,94 +1,20 @@
-// The network's walk: each layer is a launch or two of kernels/cuda/conv1d; what those do not take is the library's ops.
-#include "ops/common/cuda.h"
-
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+// The network's walk over the layers (layers_cuda.h); what their kernels do not take is the library's ops.
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "kernels/cuda/common/clusters.h"
-#include "kernels/cuda/unet1d_batch/unet1d_batch.h"
-#include "kernels/plans/conv1d/changes.h"
-#include "ops/conv1d/conv1d.h"
-#include "ops/conv1d/gemm.h"
 #include "ops/conv1d_gnm/conv1d_gnm.h"
-#include "ops/group_norm_mish/channels_last.h"
-#include "ops/group_norm_mish/group_norm_mish.h"
 #include "ops/residual_block1d/residual_block1d.h"
-#include "ops/unet1d_batch/unet1d_batch.h"
+#include "ops/unet1d_batch/layers_cuda.h"
+#include "ops/unet1d_batch/packing_cuda.h"
 
-namespace dpa {
+namespace dpa::unet1d_batch {
 namespace {
 
-namespace rows = kernels::unet1d_batch;
-
 constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups is
-constexpr double kEps = 1e-5;    // of the GroupNorms
 
-/// Packs all weights in float32: those of GEMMs as planes of high halves, then of low ones.
-void pack_in_halves(const BatchPlan& plan, at::TensorList parameters, const Tensor& out) {
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  for (const auto& item : plan.items) {
-    const auto weight = parameters[item.parameter].contiguous();
-    const int64_t count = item.taps * item.d0;
-    const auto to = out.narrow(0, item.offset, count * item.width);
-    const auto between = item.operand_size > 0 ? at::empty_like(to) : to;
-    gemm::Packings packings{};
-    packings.each[packings.count++] = {
-        weight.const_data_ptr(), between.mutable_data_ptr(), item.d0, item.d1, item.taps, item.width};
-    C10_CUDA_CHECK(gemm::pack_weights(kernels::DType::kFloat32, kernels::DType::kFloat32, packings, stream));
-    if (item.operand_size == 0) continue;
-    auto* const high = static_cast<uint16_t*>(out.mutable_data_ptr()) + 2 * item.operand + item.offset - item.operand;
-    C10_CUDA_CHECK(
-        gemm::split_weights(between.const_data_ptr(), count, item.width, high, high + item.operand_size, stream));
-  }
-}
-
-/// Packs all weights, or those that have changed as far as `seen` tells.
-void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, const Tensor& out) {
-  if (parameters[0].numel() == 0) return;
-  if (out.scalar_type() == at::kFloat) return pack_in_halves(plan, parameters, out);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto source = kernel_dtype(parameters[0].scalar_type()), target = kernel_dtype(out.scalar_type());
-  const auto wanted = seen.defined() ? at::empty({static_cast<int64_t>(plan.items.size())}, seen.options()) : Tensor();
-  std::vector<Tensor> kept;
-  for (size_t first = 0; first < plan.items.size(); first += gemm::kMaxPackings) {
-    gemm::Packings packings{};
-    const size_t end = std::min(plan.items.size(), first + gemm::kMaxPackings);
-    for (size_t i = first; i < end; ++i) {
-      const auto& item = plan.items[i];
-      kept.push_back(parameters[item.parameter].contiguous());
-      packings.each[packings.count++] = {kept.back().const_data_ptr(),
-                                         static_cast<uint16_t*>(out.mutable_data_ptr()) + item.offset,
-                                         item.d0,
-                                         item.d1,
-                                         item.taps,
-                                         item.width};
-    }
-    if (seen.defined()) {
-      auto* const samples = static_cast<uint32_t*>(seen.mutable_data_ptr()) + first * gemm::ComparedElements::kMost;
-      auto* const changed = wanted.mutable_data_ptr<int>() + first;
-      C10_CUDA_CHECK(gemm::detect_changes(source, packings, samples, changed, stream));
-      packings.wanted = changed;
-    }
-    C10_CUDA_CHECK(gemm::pack_weights(source, target, packings, stream));
-  }
-}
-
-/// Between layers, (B, C, T) in channels-last order. In float32 also as GEMMs read it, in planes of halves, where
-/// whoever made it has written those; `values` may be undefined then.
-struct Activation {
-  Tensor values, halves;
-};
-
-class Forward {
+class Forward : Layers {
  public:
-  Forward(const BatchPlan& plan, at::TensorList parameters, const Tensor& packed)
-      : plan_(plan), parameters_(parameters), packed_(packed), stream_(c10::cuda::getCurrentCUDAStream()) {
-    dtype_ = kernel_dtype(packed.scalar_type()), halves_ = dtype_ == kernels::DType::kFloat32;
-    parameter_dtype_ = kernel_dtype(parameters[0].scalar_type());
-  }
+  using Layers::Layers;
 
   Tensor run(const Tensor& sample, const Tensor& timesteps, const Tensor& global_cond) {
     batch_ = sample.size(0), length_ = sample.size(1);
@@ -132,28 +58,6 @@ class Forward {
     return x;
   }
 
-  Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, packed_.options()); }
-  const Tensor& parameter(int place) const { return parameters_[place]; }
-  const void* packed(int64_t offset) const {
-    return static_cast<const char*>(packed_.const_data_ptr()) + offset * packed_.element_size();
-  }
-  /// Rows of so many channels as the GEMMs read them: in float32, planes of halves.
-  Tensor operand(const Tensor& rows, int64_t channels) const {
-    if (!halves_) return rows;
-    const int64_t count = rows.numel() / channels;
-    auto out = at::empty({2, count, gemm::padded(channels)}, packed_.options().dtype(at::kHalf));
-    C10_CUDA_CHECK(gemm::split_rows(rows.const_data_ptr(), count, channels, out.mutable_data_ptr(), stream_));
-    return out;
-  }
-  Tensor operand(const Tensor& x) const { return operand(x, x.size(1)); }
-  Tensor operand(const Activation& x) const { return x.halves.defined() ? x.halves : operand(x.values); }
-  /// Packed weights are older than the kernel that prepares the inputs, which every GEMM follows.
-  gemm::Weights weights(int64_t offset) const { return {packed(offset), /*prefetchable=*/true}; }
-
-  /// Contiguous, in float32 or the dtype of the activations.
-  Tensor as_input(const Tensor& given) const {
-    return (given.scalar_type() == packed_.scalar_type() ? given : given.to(at::kFloat)).contiguous();
-  }
   /// The sample as channels-last activations, channels padded to a multiple of 8; keeps the timesteps' sinusoids, and
   /// the sum of FiLM's parts. Any of the three may be undefined.
   Tensor prepare(const Tensor& sample, const Tensor& timesteps, const std::array<Tensor, 2>& film) {
@@ -179,44 +83,6 @@ class Forward {
     }
     C10_CUDA_CHECK(rows::prepare(in, stream_));
     return out.defined() ? out.transpose(1, 2) : out;
-  }
-
-  /// A convolution, or a transposed one (`dgrad`), of operands by packed weights. `more`: the further channels of two
-  /// tensors side by side, or undefined.
-  void multiply(bool dgrad, gemm::Conv1d conv, const Tensor& x, const Tensor& more, int64_t packed_at, const void* bias,
-                kernels::DType bias_dtype, const Tensor& out) const {
-    conv.halves = halves_;
-    const gemm::Rows rows{x.const_data_ptr(), data_or_null(more)};
-    const auto own = convolve(dgrad, conv, rows, weights(packed_at), {bias, bias_dtype, {}}, out);
-  }
-  void multiply(bool dgrad, const gemm::Conv1d& conv, const Tensor& x, const BatchPlan::Layer& layer,
-                const Tensor& out) const {
-    multiply(dgrad, conv, x, Tensor(), layer.packed, parameter(layer.bias).const_data_ptr(), parameter_dtype_, out);
-  }
-
-  /// Rows (n, channels padded) times a matrix: the rows are the times of one sample.
-  Tensor dense(const Tensor& x, int64_t in, int64_t out_channels, int64_t packed_at, const void* bias,
-               kernels::DType bias_dtype) const {
-    const int64_t n = x.size(0);
-    const gemm::Conv1d conv{dtype_, 1, n, out_channels, n, in, /*taps=*/1, /*stride=*/1, /*padding=*/0};
-    auto out = empty({n, out_channels});
-    multiply(/*dgrad=*/false, conv, operand(x), Tensor(), packed_at, bias, bias_dtype, out);
-    return out;
-  }
-  Tensor dense(const Tensor& x, const BatchPlan::Layer& layer) const {
-    const auto& shape = plan_.shapes[layer.weight];
-    return dense(x, shape[1], shape[0], layer.packed, parameter(layer.bias).const_data_ptr(), parameter_dtype_);
-  }
-
-  Tensor activate(const Tensor& first, const Tensor& second, int64_t batch, int64_t width) const {
-    const int64_t channels = first.size(1) + (second.defined() ? second.size(1) : 0);
-    auto out = empty({batch, width});
-    C10_CUDA_CHECK(
-        rows::condition({dtype_, second.defined() ? kernel_dtype(second.scalar_type()) : dtype_, batch,
-                         first.const_data_ptr(), first.size(0), static_cast<int>(first.size(1)), data_or_null(second),
-                         static_cast<int>(channels - first.size(1)), out.mutable_data_ptr(), static_cast<int>(width)},
-                        stream_));
-    return out;
   }
 
   /// Of the sinusoids, between the two layers.
@@ -275,59 +141,6 @@ class Forward {
     return exact_norm(conv2, plan_.num_groups, block[kGn2Weight], block[kGn2Bias], Tensor(), Tensor(), residual,
                       Wanted::kBoth);
   }
-  int64_t packed_size(int place) const {
-    const auto& shape = plan_.shapes[place];
-    return shape[2] * shape[0] * gemm::padded(shape[1]);
-  }
-  /// `x` and `more`, which may be undefined, are operands; of the first of both so many channels.
-  Tensor exact_conv(const Tensor& x, const Tensor& more, int64_t first_channels, int64_t packed_at,
-                    const Tensor& weight, const Tensor& bias) const {
-    const int64_t length = x.size(1) / batch_;
-    const int taps = static_cast<int>(weight.size(2));
-    gemm::Conv1d conv{dtype_,         batch_, length, weight.size(0), length,
-                      weight.size(1), taps,   1,      taps / 2,       /*alone=*/true};
-    conv.first_channels = first_channels;
-    auto out = empty_in_order(batch_, weight.size(0), length, /*channels_last=*/true, packed_.options());
-    multiply(/*dgrad=*/false, conv, x, more, packed_at, bias.const_data_ptr(), parameter_dtype_, out);
-    return out;
-  }
-  enum class Wanted { kValues, kHalves, kBoth };
-  /// Gives values in any case where no plan fits.
-  Activation exact_norm(const Tensor& x, int64_t groups, const Tensor& weight, const Tensor& bias, const Tensor& scale,
-                        const Tensor& shift, const Tensor& residual, Wanted wanted) const {
-    const kernels::NormShape shape{batch_, x.size(1), x.size(2), groups};
-    auto args = norm_arguments(dtype_, parameter_dtype_, shape,
-                               kernels::teams(shape, /*element_size=*/4, kernels::has_clusters()), kEps, x, weight,
-                               bias, scale, shift);
-    if (!args.plan.fits())
-      return {group_norm_mish_cuda(x, groups, weight, bias, kEps, as_optional(scale), as_optional(shift),
-                                   as_optional(residual)),
-              {}};
-    Activation out;
-    if (wanted != Wanted::kHalves)
-      out.values = empty_in_order(batch_, x.size(1), x.size(2), /*channels_last=*/true, packed_.options());
-    if (wanted != Wanted::kValues)
-      out.halves = at::empty({2, batch_ * x.size(2), x.size(1)}, packed_.options().dtype(at::kHalf));
-    args.residual = data_or_null(residual), args.out = mutable_data_or_null(out.values);
-    args.halves = mutable_data_or_null(out.halves);
-    C10_CUDA_CHECK(kernels::channels_last::forward(args, stream_));
-    return out;
-  }
-
-  /// Halves the time by a convolution of 3 taps, or doubles it by a transposed one of 4.
-  Activation resample(const Activation& x, const BatchPlan::Layer& layer, bool up) const {
-    const auto& shape = plan_.shapes[layer.weight];
-    const int64_t length = x.values.size(2), other = up ? 2 * length : (length - 1) / 2 + 1;
-    const gemm::Conv1d conv{
-        dtype_,        batch_, up ? length : other, shape[0], up ? other : length, shape[1], static_cast<int>(shape[2]),
-        /*stride=*/2,
-        /*padding=*/1,
-        /*alone=*/true};
-    auto out = empty_in_order(batch_, shape[up ? 1 : 0], other, /*channels_last=*/true, packed_.options());
-    multiply(/*dgrad=*/up, conv, operand(x), layer, out);
-    return {out, {}};
-  }
-
   Tensor final_block(const Activation& input) const {
     const Tensor& x = input.values;
     const auto& layer = plan_.final_conv;
@@ -373,13 +186,7 @@ class Forward {
     return out.to(dtype);
   }
 
-  const BatchPlan& plan_;
-  at::TensorList parameters_;
-  const Tensor packed_;
-  c10::cuda::CUDAStream stream_;
-  kernels::DType dtype_, parameter_dtype_;
-  bool halves_;
-  int64_t batch_ = 0, length_ = 0;
+  int64_t length_ = 0;
   size_t next_block_ = 0;
   Tensor embedding_, film_;
 };
@@ -465,4 +272,4 @@ TORCH_LIBRARY_IMPL(dpa, CUDA, m) {
   m.impl("unet1d_batch_pack.out", &unet1d_batch_pack_out_cuda);
 }
 
-}  // namespace dpa
+}  // namespace dpa::unet1d_batch
