@@ -273,7 +273,7 @@ DPA_DEVICE uint32_t load_acquire_word(const uint32_t* p) {
 DPA_DEVICE void fence() {}
 DPA_DEVICE void dependency_sync() {}
 DPA_DEVICE void dependency_trigger() {}
-// What a copy is to write is no number until it has been waited for.
+// What a copy is to write is no number, of e4m3 a wrong one, until it has been waited for.
 inline void copy_any(uint32_t to, const void* from, int bytes) {
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) std::printf("misaligned copy\n"), std::abort();
   if (to + bytes > here().memory.size()) std::printf("a copy beyond shared memory\n"), std::abort();

@@ -6,8 +6,9 @@
 //   phases_test plan           what the plan chose for the rows (no GPU)
 //   phases_test profile [type] clocks by phase
 // small-finished and the like: every input has a phase of its own; small-direct: none has.
-// Behind what to do: a part of the rows' names, bytes of shared memory a block, multiprocessors.
-// Compiled for the host with DPA_EMULATE, `small` runs the kernel in an emulator (phases_emulator.h).
+// Behind it: a part of the rows' names, bytes of shared memory a block, multiprocessors.
+// Compiled for the host with DPA_EMULATE, `small` runs the kernel in an emulator (phases_emulator.h): behind it a part of
+// the names, multiprocessors, steps, bytes of shared memory.
 #ifdef DPA_EMULATE
 #include "kernels/cuda/unet1d/phases_kernel.cuh"
 #else

@@ -103,7 +103,8 @@ cudaError_t mma_fprop(const Conv1d& conv, const Rows& x, const void* weights, co
                       const Normalisation& normalisation, void* workspace, cudaStream_t stream) {
   const int group = normalisation.out ? normalisation.group : 0;
   const auto plan = plan_mma_fprop(conv, multiprocessors(), group);
-  if (!plan.fits() || (group && (conv.halves || !normalises(conv, plan.conv, group)))) return cudaErrorInvalidValue;
+  if (!plan.fits() || (normalisation.out && (conv.halves || !normalises(conv, plan.conv, group))))
+    return cudaErrorInvalidValue;
   auto args = mma_args(plan, conv, /*is_dgrad=*/false, x.rows, x.more, weights);
   if (!take_workspace(args, workspace)) return cudaErrorInvalidValue;
   const ConvArgs to = epilogue_args(plan, args, addends, {y}, normalisation);

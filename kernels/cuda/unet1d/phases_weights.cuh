@@ -135,7 +135,7 @@ struct WeightStream {
   const uint8_t* from = nullptr;
   int left = 0, stride = 0;           // tiles of the current run; bytes from one to the next
   uint32_t buffer = 0;                // this lane's place in slot 0
-  uint32_t slot = 0, buffer_end = 0;  // in that of the next pair to consume, and behind all slots
+  uint32_t slot = 0, buffer_end = 0;  // in the slot of the next pair to consume; behind all slots
 
   static constexpr int kLane = Tile::kWide ? 16 : Tile::kBytes / 32, kPair = 2 * Tile::kBytes;
 
@@ -160,7 +160,7 @@ struct WeightStream {
       if constexpr (Tile::kWide) copy_async_line_16(to + 512, tile + 512);
     }
   }
-  // This lane has loaded its bytes of the pair, which no other lane reads: the slot is filled again.
+  // Fills the slot, of which this lane has loaded its bytes, and goes on to the next one. No other lane reads them.
   DPA_DEVICE void refill() {
     if (left <= 0 && steps > 0) {
       from = weights + static_cast<size_t>(next.from) * 16;
