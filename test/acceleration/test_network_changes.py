@@ -8,6 +8,7 @@ import warnings
 import near_copies
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from policies import (
     ONE_LEVEL,
     SMALL,
@@ -72,6 +73,20 @@ def give_a_layer_its_own_forward(unet):
     layer.forward = lambda x: 2 * type(layer).forward(layer, x)
 
 
+def give_a_block_its_own_forward(unet):
+    block = unet.mid_modules[0]
+    block.forward = lambda *args: 2 * type(block).forward(block, *args)
+
+
+def give_a_sequence_its_own_forward(unet):
+    sequence = unet.diffusion_step_encoder
+    sequence.forward = lambda x: 2 * type(sequence).forward(sequence, x)
+
+
+def append_a_layer(unet):
+    unet.final_conv.append(nn.Hardtanh(-0.01, 0.01))
+
+
 def change_eps(unet):
     unet.mid_modules[0].blocks[0].block[1].eps = 0.1
 
@@ -108,6 +123,9 @@ def test_a_layer_replaced_by_its_like_runs(device):
         parametrize_layer,
         change_activation,
         give_a_layer_its_own_forward,
+        give_a_block_its_own_forward,
+        give_a_sequence_its_own_forward,
+        append_a_layer,
         change_eps,
         change_padding,
         change_dilation,
@@ -123,6 +141,74 @@ def test_layers_that_become_others_stop_it(alter, device):
     assert_follows(unet, inputs)
     [finding] = dpa.explain(unet).findings
     assert not finding.active and finding.state == "unchanged" and "has changed" in finding.how
+
+
+def test_a_layer_that_acts_later_is_no_part_of_the_family(device):
+    """No comparison of a first call shows it."""
+    unet, inputs = unet_and_inputs(device)
+    unet.final_conv.append(nn.Hardtanh(-100, 100))
+    with pytest.raises(TypeError, match="final_conv has a Hardtanh that the family's lacks"):
+        dpa.accelerate(unet)
+    sampler = dpa.DiffusionSampler(unet, DDIMScheduler(), 3)
+    plain = dpa.DiffusionSampler(lambda *args, **kwargs: unet(*args, **kwargs), DDIMScheduler(), 3)
+    noise = torch.randn(3, 8, 2, device=device)
+    for _ in range(2):
+        got = sampler(global_cond=inputs[-1], noise=noise)
+        want = plain(global_cond=inputs[-1], noise=noise)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            unet.final_conv[1].bias += 300
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
+def test_a_layer_that_begins_to_drop_values(kind, device):
+    """As for estimates of what a policy does not know, in a policy that else evaluates."""
+    policy = original_policy(device)
+    policy.model.final_conv.append(kind(0.5))
+    policy.eval()
+    plain = copy.deepcopy(policy)
+    dpa.accelerate(policy)
+    call = call_of(device)
+    samplers = [dpa.DiffusionSampler(one.model, DDIMScheduler(), 3) for one in (policy, plain)]
+    noise = torch.randn(2, 8, 2, device=device)
+
+    def sample(sampler):
+        torch.manual_seed(7)
+        return sampler(global_cond=call[-1], noise=noise)
+
+    for drops in (False, True, False):
+        for one in (policy, plain):
+            one.model.final_conv[-1].train(drops)
+        for _ in range(2):
+            want = sampled(plain, call)
+            torch.testing.assert_close(sampled(policy, call), want, rtol=1e-4, atol=1e-4)
+            want = sample(samplers[1])
+            torch.testing.assert_close(sample(samplers[0]), want, rtol=1e-4, atol=1e-4)
+    policy.model.final_conv[-1].train()
+    samplers[0].fused = True
+    with pytest.raises(ValueError, match="fused must be left out where layers drop values"):
+        sample(samplers[0])
+
+
+def test_conditions_that_are_no_floats_are_the_originals(device):
+    policy = original_policy(device)
+    plain = copy.deepcopy(policy)
+    dpa.accelerate(policy)
+    call = (*call_of(device)[:-1], torch.randint(3, (2, 4), device=device))
+    with pytest.warns(RuntimeWarning, match=r"global_cond is torch\.int64, the network"):
+        got = sampled(policy, call)
+    torch.testing.assert_close(got, sampled(plain, call), rtol=1e-5, atol=1e-5)
+
+
+def test_what_changed_for_a_while_is_found_again_when_asked(device):
+    unet, inputs = running(device)
+    nn.utils.parametrizations.weight_norm(unet.final_conv[1])
+    with pytest.warns(RuntimeWarning, match="has changed"):
+        unet(*inputs)
+    nn.utils.parametrize.remove_parametrizations(unet.final_conv[1], "weight")
+    dpa.repack(unet)
+    assert_follows(unet, inputs)
+    assert dpa.explain(unet).findings[0].active
 
 
 def assign_weights(unet):

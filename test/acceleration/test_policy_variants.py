@@ -109,7 +109,7 @@ def test_blocks_without_conditioning(off, scale, device):
         setattr(unet, name, False)
         for block in getattr(unet, PARTS[name]).modules():
             if hasattr(block, "cond_encoder"):
-                block.forward = types.MethodType(without_film, block)
+                block.__class__ = type("Block", (type(block),), {"forward": without_film})
     inputs = (torch.randn(3, 8, 2, device=device), torch.arange(3, device=device))
     cond = torch.randn(3, 4, device=device)
     with torch.no_grad():

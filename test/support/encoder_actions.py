@@ -188,9 +188,14 @@ class _Doubled(SpatialSoftmax):
         return super().forward(x) * 2
 
 
-def _own_forward(pool):
-    own = pool.forward
-    pool.forward = lambda x: own(x) * 0.5
+def _own_forward(layer):
+    own = layer.forward
+    layer.forward = lambda x: own(x) * 0.5
+
+
+def _own_forward_of_blocks(policy, random):
+    for block in _of(BasicBlock)(policy):
+        _own_forward(block)
 
 
 def _other_keypoints(pool):
@@ -226,6 +231,7 @@ ACTIONS = {
     "new grid": _to_keypoints(lambda pool: setattr(pool, "pos_grid", pool.pos_grid * 1.5)),
     "class of keypoints": _to_keypoints(lambda pool: setattr(pool, "__class__", _Doubled)),
     "forward of keypoints": _to_keypoints(_own_forward),
+    "forward of blocks": _own_forward_of_blocks,
     "other keypoints": _to_keypoints(_other_keypoints),
     "crop": _crop,
     "size of the crop": _crop_size,

@@ -356,7 +356,13 @@ def test_what_is_refused():
         Adam([p, p])
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
         AdamW([{"params": [p]}, {"params": [p]}])
+    with pytest.raises(ValueError, match="AdamW: amsgrad must be False"):
+        AdamW([{"params": [p], "amsgrad": True}])
     optimizer = AdamW([p])
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="AdamW: amsgrad must be False"):
+        optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = False
     p.grad = torch.zeros(3).to_sparse()
     with pytest.raises(RuntimeError, match=r"gradients must be dense, got torch\.sparse_coo"):
         optimizer.step()

@@ -47,6 +47,8 @@ class AnyNetwork(Denoiser):
             return OBSERVED
         if self.prepare() is None:
             return "its network has no floating parameters"
+        if self.tracker.drops():
+            return "it drops values at random in training"
         return "its layers have hooks" if self.tracker.hooked() else None
 
     def basis(self) -> Any:

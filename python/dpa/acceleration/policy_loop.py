@@ -212,7 +212,7 @@ class FastLoop(Replacement):
         same = network is not None and (modules or network.tracker.reads_hold())
         if not same or forward.bypass.on or (modules and not network.tracker.unchanged()):
             return None if forward.fallback_reason() is not None else forward
-        return None if network.tracker.hooked() else forward
+        return None if network.tracker.hooked() or network.tracker.drops() else forward
 
     def _run_both(
         self,
@@ -370,6 +370,9 @@ class FastLoop(Replacement):
                 translate(forward, call)
             except RuntimeError as error:
                 raise ValueError(str(error)) from None
+        for name, tensor in call.conditions.items() if isinstance(forward, FastForward) else ():
+            if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+                raise ValueError(f"{name} is {tensor.dtype}, the network {dtype}")
         given = call.conditions.values() if isinstance(forward, FastForward) else ()
         batches = [len(x) for x in given if isinstance(x, Tensor) and x.dim() > 1]
         # A condition of one sample serves a batch of a sampler, and none of an original.

@@ -129,7 +129,6 @@ class FastForward(Replacement, Denoiser):
     def _reset(self) -> None:
         self.network: Network | None = None
         self.layers: nn.Module | None = None
-        self.refused: str | None = None
         self.repack()
 
     def _take(self, network: Network) -> None:
@@ -138,11 +137,13 @@ class FastForward(Replacement, Denoiser):
         module, name = next(iter(network.slots.values()))
         self.home = module._parameters, name
         self._multiple = 2 ** (len(network.arguments["down_dims"]) - 1)  # of horizons
-        modules = network.tracker.modules.values()
-        self._dropouts = [layer for layer in modules if isinstance(layer, nn.Dropout)]
 
     def repack(self) -> None:
-        """Drop what was packed and compared: weights were written in a way that is not tracked."""
+        """Drop what was packed and compared: weights were written in a way that is not tracked.
+
+        A network that was none of the family is recognised again.
+        """
+        self.refused: str | None = None
         self.generation += 1
         self.shadow.forget()
         self._packed: dict[torch.dtype, PackedUnet | None] = {}
@@ -177,7 +178,7 @@ class FastForward(Replacement, Denoiser):
                 return (
                     "it recomputes activations to save memory, as its gradient_checkpointing says"
                 )
-        if any(layer.training and layer.p > 0 for layer in self._dropouts):
+        if network.tracker.drops():
             return "it drops values at random in training"
         if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
             return "its layers have hooks"

@@ -26,7 +26,7 @@ from dpa.nn.parts import ATTENTION, ENCODER, FILM, reduce_to
 from dpa.nn.unet1d import ConditionalUnet1D
 from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS, Variant
 from dpa.tracking import Tracker
-from dpa.tracking.replacing import class_of
+from dpa.tracking.replacing import class_of, has_own_forward
 
 # The original's, LeRobot's, and those of the near-copies that name it otherwise.
 _FIRST_CONV = re.compile(
@@ -34,6 +34,9 @@ _FIRST_CONV = re.compile(
 )
 _PARTS = (ENCODER, "down_modules", "mid_modules", "up_modules", "final_conv")
 _LAYERS = (nn.Conv1d, nn.ConvTranspose1d, nn.Linear, nn.GroupNorm, nn.Mish, nn.ReLU)
+# What a sequence may have besides: in evaluation these change no values.
+_INERT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_RESHAPING = ("Rearrange",)  # of einops
 # What a network of somebody else's has where ours has its own convolutions.
 _PLAIN = {Conv1d: nn.Conv1d, ConvTranspose1d: nn.ConvTranspose1d}
 # DP3's switches, and which residual blocks each of them conditions.
@@ -200,6 +203,12 @@ def recognise(module: nn.Module) -> Network:
     for path, expected in twin.named_modules():
         if not path.startswith(within):
             _check_layer(kind, theirs.get(path, path), layers.get(path), expected, variant)
+    known = {path for path, _ in twin.named_modules(remove_duplicate=False)}
+    for path, layer in module.named_modules():
+        if path and not f"{paths[path]}.".startswith((*within, *others)):
+            inner = layer.named_children()
+            more = [m for n, m in inner if variant.original_name(f"{path}.{n}") not in known]
+            _check_calls(f"{kind}.{path}", layer, more)
     off = switched_off({name: getattr(module, name, True) for name in _SWITCHES})
     inputs = _forward_inputs(module, variant)
     tracker = Tracker(module, slots=slots.values(), buffers=True)
@@ -268,10 +277,19 @@ def _check_layer(
     else:
         known = (type(expected), _PLAIN.get(type(expected)))
         same = type(got) in known and got.extra_repr() == expected.extra_repr()
-    if type(got) in known and "forward" in vars(got):
-        raise NotInFamily(f"{kind}.{path} has a forward of its own")
     if not same:
         raise NotInFamily(f"{kind}.{path} must be {expected}, got {got}")
+
+
+def _check_calls(path: str, layer: nn.Module, more: Iterable[nn.Module]) -> None:
+    """Raise unless a call runs what the family's runs; ``more``: modules in it that no twin has."""
+    if has_own_forward(layer):
+        raise NotInFamily(f"{path} has a forward of its own")
+    for other in more if isinstance(layer, nn.Sequential) else ():
+        name = class_of(other).__name__
+        inert = isinstance(other, _INERT) or name in _RESHAPING
+        if not inert and not [*other.parameters()]:  # parameters have been compared
+            raise NotInFamily(f"{path} has a {name} that the family's lacks")
 
 
 def _forward_inputs(module: nn.Module, variant: Variant) -> tuple[str, ...]:

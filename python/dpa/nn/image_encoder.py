@@ -24,7 +24,7 @@ from dpa.nn.image_variants import (
     EncoderVariant,
 )
 from dpa.tracking import Tracker
-from dpa.tracking.replacing import class_of
+from dpa.tracking.replacing import class_of, has_own_forward
 from dpa.tracking.weights import version_of
 
 Slot = tuple[nn.Module, str]
@@ -194,6 +194,9 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
 
 def recognise(module: nn.Module) -> Encoder:
     """Read an encoder, or raise NotAnEncoder with the reason."""
+    for path, inner in module.named_modules():
+        if path and has_own_forward(inner):
+            raise NotAnEncoder(f"its {path} has a forward of its own")
     for variant in ENCODERS:
         if name_of(module) in variant.classes:
             layers = _joined(list(_parts(module, variant)))

@@ -75,7 +75,7 @@ class Prepared:
     def stands(self, fused: bool | None) -> bool:
         """Whether the modules are what they were, and a call would run nothing else."""
         tracker = self.packed.network.tracker
-        plain = not tracker.hooked() if fused else is_plain(self.packed)
+        plain = not (tracker.hooked() or tracker.drops()) if fused else is_plain(self.packed)
         return plain and tracker.unchanged()
 
 
@@ -110,7 +110,8 @@ def is_plain(packed: PackedUnet) -> bool:
     """Whether a call of the network would run its layers, in its own dtype, and nothing else."""
     device = packed.weights.placement[0]
     observed = is_observed() or is_dispatched()
-    replaced = "forward" in vars(packed.unet) or packed.network.tracker.hooked()
+    tracker = packed.network.tracker
+    replaced = "forward" in vars(packed.unet) or tracker.hooked() or tracker.drops()
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return not (observed or replaced or captured or torch.is_autocast_enabled(device.type))
 

@@ -51,8 +51,12 @@ class Packing:
             tracker = packed.network.tracker
             if fused and not tracker.unchanged():
                 packed.repack()  # or an error that says what was altered
-            free, rule = not (fused and packed.network.tracker.hooked()), "be left out where"
-            check(free, "fused", f"{rule} modules have hooks: one op calls none", True)
+            found = packed.network.tracker
+            for is_so, why in (
+                (found.hooked(), "modules have hooks: one op calls none"),
+                (found.drops(), "layers drop values at random"),
+            ):
+                check(not (fused and is_so), "fused", f"be left out where {why}", True)
             if fused or (is_plain(packed) and self._agrees(packed)):
                 return packed
         except (RuntimeError, TypeError, ValueError) as error:

@@ -141,6 +141,11 @@ def replaced(owner: Any, name: str) -> Any:
     return own
 
 
+def has_own_forward(owner: Any) -> bool:
+    """Whether somebody else has set a ``forward`` on an object."""
+    return "forward" in vars(owner) and not isinstance(vars(owner)["forward"], Replacement)
+
+
 def class_of(owner: Any) -> type:
     """Return an object's class, whether or not one of its methods is replaced."""
     kind = type(owner)

@@ -126,6 +126,7 @@ class Tracker:
             for path, parent in parents.items()
             if parent is not None
         ]
+        self._dropouts = [m for m in found if isinstance(m, nn.modules.dropout._DropoutNd)]
         self._hooks = [own[name] for own in self._own for name in HOOKS]
         self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
         called = {id(root): ("forward", *methods)}
@@ -175,6 +176,10 @@ class Tracker:
     def hooked(self, inner: bool = False) -> bool:
         """Whether a module has hooks; with ``inner``, one besides the root; or all modules have."""
         return any(self._inner_hooks if inner else self._hooks) or any(HOOKS_OF_ALL)
+
+    def drops(self) -> bool:
+        """Whether a layer drops values at random."""
+        return any(layer.training and layer.p > 0 for layer in self._dropouts)
 
     def modes(self) -> list[bool]:
         """Which modules are in training mode."""

@@ -38,9 +38,7 @@ class _OneOp(torch.optim.Optimizer):
         fused: bool | None = True,
     ):
         name = type(self).__name__
-        options = {"amsgrad": amsgrad, "differentiable": differentiable}
-        for option, value in options.items():
-            require(not value, f"{name}: {option}", "be False", "True; torch.optim has it")
+        self._check_options({"amsgrad": amsgrad, "differentiable": differentiable})
         require(max_norm is None or max_norm > 0, f"{name}: max_norm", "be above 0", max_norm)
         require(isinstance(ema, EMA | None), f"{name}: ema", "be a dpa.training.EMA", type(ema))
         self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads
@@ -59,7 +57,13 @@ class _OneOp(torch.optim.Optimizer):
         tensors = [p[1] if isinstance(p, tuple) else p for p in params]
         differ, name = len({id(p) for p in tensors}) == len(tensors), type(self).__name__
         require(differ, f"{name}: params", "differ", "one twice in a group")
+        self._check_options(param_group)
         super().add_param_group({**param_group, "params": params})
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        for option in ("amsgrad", "differentiable"):
+            name = f"{type(self).__name__}: {option}"
+            require(not options.get(option), name, "be False", "True; torch.optim has it")
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("max_norm", "ema", "clear_grads", "grad_norm", "_step_supports_amp_scaling")
@@ -94,6 +98,7 @@ class _OneOp(torch.optim.Optimizer):
         coefficient = self._clip_coefficient()
         averages = {} if self.ema is None else self.ema.averaged()
         for group in self.param_groups:
+            self._check_options(group)
             for call in self._calls(group, averages).values():
                 self._run(group, call, coefficient)
         if self.ema is not None:
