@@ -1,6 +1,8 @@
 """dpa.accelerate on unmodified policies: the same actions, and nothing else changes."""
 
 import copy
+import inspect
+import operator
 import pickle
 import warnings
 
@@ -33,6 +35,26 @@ def attributes(model):
         (name, list(vars(m)), [id(v) for v in vars(m).values()])
         for name, m in model.named_modules()
     ]
+
+
+def test_replaced_methods_have_the_originals_signatures():
+    """Whoever passes only what a method takes asks it: diffusers' pipelines, torch.export."""
+    policy = lerobot_policy("cpu", noise_scheduler_type="DDIM")
+    places = ("diffusion.conditional_sample", "diffusion.unet.forward")
+    found = [inspect.signature(operator.attrgetter(place)(policy)) for place in places]
+    dpa.accelerate(policy)
+    unet = policy.diffusion.unet
+    assert replaced_forward(unet) is not None
+    assert [inspect.signature(operator.attrgetter(place)(policy)) for place in places] == found
+    horizon, conditions = 8, unet.diffusion_step_encoder[3].out_features
+    wide = unet.down_modules[0][0].cond_encoder[1].in_features - conditions
+    inputs = (torch.randn(2, horizon, 2), torch.arange(2), torch.randn(2, wide))
+    batch = torch.export.Dim("batch", min=2, max=16)
+    sizes = {name: {0: batch} for name in found[1].parameters}
+    exported = torch.export.export(unet, inputs, dynamic_shapes=sizes).module()
+    more = [torch.cat([x, x, x]) for x in inputs]
+    with torch.no_grad():
+        torch.testing.assert_close(exported(*more), unet(*more), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])

@@ -138,6 +138,11 @@ def test_bad_arguments_are_named():
         EMA(model).load_state_dict({"updates": 0, "averages": [torch.zeros(1)]})
     with pytest.raises(ValueError, match="EMA: state must hold averages and updates, got none of"):
         EMA(model).load_state_dict({"averages": []})
+    ema, model.gain = EMA(model), torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="EMA: model must have 2 parameters, as before, got 3"):
+        ema.update()
+    with pytest.raises(ValueError, match="EMA: model must have 2 parameters"), ema.applied():
+        pass
 
 
 def test_averages_of_other_shapes_change_nothing():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import inspect
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,16 @@ BESIDE = "_dpa_"  # and the method's name: the attribute that compilers read
 # What is set on an object whose methods are replaced.
 REPLACED = frozenset((*METHODS, *(BESIDE + name for name in METHODS)))
 Self = TypeVar("Self", bound="Replacement")
+
+
+class _Signature:
+    """The signature of the method that an object replaces, which has names of arguments."""
+
+    def __get__(self, one: Any, kind: type | None = None) -> inspect.Signature | None:
+        if one is None:
+            return None
+        owner = getattr(one, one.OWNER)
+        return inspect.signature(getattr(class_of(owner), one.METHOD).__get__(owner))
 
 
 class Replacement:
@@ -34,6 +45,7 @@ class Replacement:
     METHOD = "forward"
     OWNER = "owner"
     KEPT: tuple[str, ...] = ("owner",)
+    __signature__ = _Signature()
 
     def __init__(self, *kept: Any):
         self.__setstate__(dict(zip(self.KEPT, kept, strict=True)))

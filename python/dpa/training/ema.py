@@ -123,10 +123,15 @@ class EMA:
         normalising = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
         averaged: _Pairs = []
         copied: _Pairs = []
-        for parameter, old in zip(self.model.parameters(), self.averages, strict=True):
+        for parameter, old in zip(self._parameters(), self.averages, strict=True):
             trains = parameter.requires_grad and id(parameter) not in normalising
             (averaged if trains else copied).append((parameter, old))
         return averaged, copied
+
+    def _parameters(self) -> list[nn.Parameter]:
+        found, rule = [*self.model.parameters()], f"have {len(self.averages)} parameters, as before"
+        require(len(found) == len(self.averages), "EMA: model", rule, len(found))
+        return found
 
     def attach(self) -> None:
         """Count updates on the device: an optimizer's step makes them from now on."""
@@ -172,7 +177,7 @@ class EMA:
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Give the model its averages inside a ``with`` block, and its own weights back after."""
-        parameters = [local(parameter.detach()) for parameter in self.model.parameters()]
+        parameters = [local(parameter.detach()) for parameter in self._parameters()]
         own = [parameter.clone() for parameter in parameters]
         try:
             torch._foreach_copy_(parameters, self.averages)
