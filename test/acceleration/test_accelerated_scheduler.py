@@ -1,6 +1,7 @@
 """dpa.accelerate on a bare diffusers scheduler: the same steps, and nothing else changes."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -48,6 +49,16 @@ def test_whole_loops(kind, options, device):
             for got, expected in pairs:
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert max(vars(fast)["step"].shadow.errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_step_has_its_signature(kind):
+    """diffusers' pipelines pass a generator, and DDIM's eta, where a step takes one."""
+    scheduler = make_scheduler(kind)
+    before = inspect.signature(scheduler.step)
+    dpa.accelerate(scheduler)
+    assert isinstance(vars(scheduler)["step"], FastStep)
+    assert inspect.signature(scheduler.step) == before and "generator" in before.parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
