@@ -197,7 +197,7 @@ Tensor unet1d_batch_pack_cuda(at::TensorList parameters, at::IntArrayRef config,
   const c10::cuda::CUDAGuard guard(parameters[0].device());
   auto packed = at::empty({plan->elements}, parameters[0].options().dtype(dtype));
   packed.narrow(0, plan->weights, plan->elements - plan->weights).zero_();
-  pack(*plan, parameters, Tensor(), packed);
+  pack_batch_weights(*plan, parameters, Tensor(), packed);
   return packed;
 }
 
@@ -206,7 +206,7 @@ void unet1d_batch_pack_out_cuda(at::TensorList parameters, at::IntArrayRef confi
   const auto plan = unet1d_batch_plan("unet1d_batch_pack", config);
   check_unet1d_batch_pack_out(*plan, parameters, dtype, seen, out);
   const c10::cuda::CUDAGuard guard(out.device());
-  pack(*plan, parameters, value_or_undefined(seen), out);
+  pack_batch_weights(*plan, parameters, value_or_undefined(seen), out);
 }
 
 /// Parameters and packed weights, aligned.

@@ -30,7 +30,8 @@ inline void pack_in_halves(const BatchPlan& plan, at::TensorList parameters, con
 }
 
 /// Packs all weights, or those that have changed as far as `seen` tells.
-inline void pack(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen, const Tensor& out) {
+inline void pack_batch_weights(const BatchPlan& plan, at::TensorList parameters, const Tensor& seen,
+                               const Tensor& out) {
   if (parameters[0].numel() == 0) return;
   if (out.scalar_type() == at::kFloat) return pack_in_halves(plan, parameters, out);
   const auto stream = c10::cuda::getCurrentCUDAStream();

@@ -370,9 +370,9 @@ class FastLoop(Replacement):
                 translate(forward, call)
             except RuntimeError as error:
                 raise ValueError(str(error)) from None
-        for name, tensor in call.conditions.items() if isinstance(forward, FastForward) else ():
-            if isinstance(tensor, Tensor) and not tensor.is_floating_point():
-                raise ValueError(f"{name} is {tensor.dtype}, the network {dtype}")
+        cond = call.conditions.get("global_cond") if isinstance(forward, FastForward) else None
+        if isinstance(cond, Tensor) and not cond.is_floating_point():
+            raise ValueError(f"global_cond is {cond.dtype}, the network {dtype}")
         given = call.conditions.values() if isinstance(forward, FastForward) else ()
         batches = [len(x) for x in given if isinstance(x, Tensor) and x.dim() > 1]
         # A condition of one sample serves a batch of a sampler, and none of an original.
