@@ -176,6 +176,7 @@ def test_a_layer_that_begins_to_drop_values(kind, device):
         torch.manual_seed(7)
         return sampler(global_cond=call[-1], noise=noise)
 
+    found = []
     for drops in (False, True, False):
         for one in (policy, plain):
             one.model.final_conv[-1].train(drops)
@@ -184,6 +185,9 @@ def test_a_layer_that_begins_to_drop_values(kind, device):
             torch.testing.assert_close(sampled(policy, call), want, rtol=1e-4, atol=1e-4)
             want = sample(samplers[1])
             torch.testing.assert_close(sample(samplers[0]), want, rtol=1e-4, atol=1e-4)
+        found.append(want)
+    assert not torch.allclose(found[0], found[1], rtol=1e-2, atol=1e-2)  # both samplers drop values
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
     policy.model.final_conv[-1].train()
     samplers[0].fused = True
     with pytest.raises(ValueError, match="fused must be left out where layers drop values"):
