@@ -47,9 +47,7 @@ class AnyNetwork(Denoiser):
             return OBSERVED
         if self.prepare() is None:
             return "its network has no floating parameters"
-        if self.tracker.drops():
-            return "it drops values at random in training"
-        return "its layers have hooks" if self.tracker.hooked() else None
+        return self.tracker.no_one_op()
 
     def basis(self) -> Any:
         """Return what a write of weights changes."""

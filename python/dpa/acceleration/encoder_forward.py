@@ -78,8 +78,8 @@ class FastEncoder(Replacement):
         network = self.prepare()
         if network is None:
             return self.refused
-        if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
-            return "its layers have hooks"
+        if (why := network.tracker.no_one_op()) is not None:
+            return why
         if any(network.tracker.modes()):
             return "it, or a layer of it, is in training mode"
         weight = network.first.weight

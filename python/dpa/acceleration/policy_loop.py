@@ -212,7 +212,7 @@ class FastLoop(Replacement):
         same = network is not None and (modules or network.tracker.reads_hold())
         if not same or forward.bypass.on or (modules and not network.tracker.unchanged()):
             return None if forward.fallback_reason() is not None else forward
-        return None if network.tracker.hooked() or network.tracker.drops() else forward
+        return forward if network.tracker.no_one_op() is None else None
 
     def _run_both(
         self,

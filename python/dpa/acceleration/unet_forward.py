@@ -178,10 +178,8 @@ class FastForward(Replacement, Denoiser):
                 return (
                     "it recomputes activations to save memory, as its gradient_checkpointing says"
                 )
-        if network.tracker.drops():
-            return "it drops values at random in training"
-        if network.tracker.hooked():  # whoever watches the layers would see nothing of a fused run
-            return "its layers have hooks"
+        if (why := network.tracker.no_one_op()) is not None:
+            return why
         if self.weight.device.type not in _DEVICES:
             return f"it is on {self.weight.device}"
         return None

@@ -75,7 +75,7 @@ class Prepared:
     def stands(self, fused: bool | None) -> bool:
         """Whether the modules are what they were, and a call would run nothing else."""
         tracker = self.packed.network.tracker
-        plain = not (tracker.hooked() or tracker.drops()) if fused else is_plain(self.packed)
+        plain = tracker.no_one_op() is None if fused else is_plain(self.packed)
         return plain and tracker.unchanged()
 
 
@@ -110,10 +110,9 @@ def is_plain(packed: PackedUnet) -> bool:
     """Whether a call of the network would run its layers, in its own dtype, and nothing else."""
     device = packed.weights.placement[0]
     observed = is_observed() or is_dispatched()
-    tracker = packed.network.tracker
-    replaced = "forward" in vars(packed.unet) or tracker.hooked() or tracker.drops()
+    own = "forward" not in vars(packed.unet) and packed.network.tracker.no_one_op() is None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return not (observed or replaced or captured or torch.is_autocast_enabled(device.type))
+    return own and not (observed or captured or torch.is_autocast_enabled(device.type))
 
 
 def run(

@@ -51,12 +51,8 @@ class Packing:
             tracker = packed.network.tracker
             if fused and not tracker.unchanged():
                 packed.repack()  # or an error that says what was altered
-            found = packed.network.tracker
-            for is_so, why in (
-                (found.hooked(), "modules have hooks: one op calls none"),
-                (found.drops(), "layers drop values at random"),
-            ):
-                check(not (fused and is_so), "fused", f"be left out where {why}", True)
+            why = packed.network.tracker.no_one_op()
+            check(not fused or why is None, "fused", f"be left out for this network: {why}", True)
             if fused or (is_plain(packed) and self._agrees(packed)):
                 return packed
         except (RuntimeError, TypeError, ValueError) as error:

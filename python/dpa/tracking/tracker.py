@@ -177,9 +177,12 @@ class Tracker:
         """Whether a module has hooks; with ``inner``, one besides the root; or all modules have."""
         return any(self._inner_hooks if inner else self._hooks) or any(HOOKS_OF_ALL)
 
-    def drops(self) -> bool:
-        """Whether a layer drops values at random."""
-        return any(layer.training and layer.p > 0 for layer in self._dropouts)
+    def no_one_op(self) -> str | None:
+        """Return why no one op can stand for the layers now, though they are as they were."""
+        if any(layer.training and layer.p > 0 for layer in self._dropouts):
+            return "it drops values at random in training"
+        # Whoever watches the layers would see nothing of a fused run.
+        return "its layers have hooks" if self.hooked() else None
 
     def modes(self) -> list[bool]:
         """Which modules are in training mode."""
