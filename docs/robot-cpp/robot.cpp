@@ -56,6 +56,7 @@ struct Manifest {
   std::vector<Input> observations;
   std::vector<int64_t> noise;
   int64_t frames;  // that observations stack in their second dimension; 0 where they are vectors
+  int64_t first;   // of a chunk's actions, the one for the time of the newest observation
   at::Device device;
   uint32_t crc32;
   bool continuing;
@@ -107,8 +108,9 @@ Manifest read_manifest(const std::string& path) {
   const auto noise = inputs.back().shape;
   inputs.pop_back();
   const auto frames = std::stoll(found_in(text, R"re("frames":\s*(\d+))re", "0"));
+  const auto first = std::stoll(found_in(text, R"re("first_action":\s*(\d+))re", "0"));
   const auto sum = static_cast<uint32_t>(std::stoul(crc32));
-  return {std::move(inputs), noise, frames, at::Device(device), sum, continuing};
+  return {std::move(inputs), noise, frames, first, at::Device(device), sum, continuing};
 }
 
 // What a sensor shows now: an image as height, width and colour, a state as numbers.
@@ -242,7 +244,7 @@ int act_in_turn(const Policy& policy, const Manifest& manifest, int64_t hz, int6
   const auto plan = [&](int cycle) {
     auto inputs = frames.read(cycle);
     inputs.push_back(at::randn(manifest.noise, at::device(manifest.device)));
-    return policy(inputs);
+    return policy(inputs).slice(1, manifest.first);
   };
   for (int i = 0; i < 5; ++i) send_actions(plan(0));  // the first calls are slow
 
@@ -261,22 +263,23 @@ int act_in_turn(const Policy& policy, const Manifest& manifest, int64_t hz, int6
   return 0;
 }
 
-// Actions (T, Da), on the CPU, for the cycles from `first` on, and the time of their observation.
+// Actions (T, Da), on the CPU, for the cycles from `first` on, some of them before that of their observation, and the
+// time of that.
 struct Chunk {
   int64_t first;
   Clock::time_point observed;
   at::Tensor actions;
 };
 
-// What is left of a chunk from a cycle on, its last action repeated, and how much of it holds, (1, T, Da) each: all of
-// the `delay` actions that are sent before the next chunk is there, from then on less and less.
-std::pair<at::Tensor, at::Tensor> left_over(const Chunk& chunk, int64_t cycle, int64_t delay) {
+// What is left of a chunk from a cycle on, its last action repeated, and how much of it holds, (1, T, Da) each: from
+// place `first` on all of the `delay` actions that are sent before the next chunk is there, then less and less.
+std::pair<at::Tensor, at::Tensor> left_over(const Chunk& chunk, int64_t cycle, int64_t first, int64_t delay) {
   const int64_t length = chunk.actions.size(0), used = std::min(cycle - chunk.first, length), left = length - used;
   const auto padding = chunk.actions.slice(0, length - 1).expand({used, -1});
   const auto actions = at::cat({chunk.actions.slice(0, used), padding}).unsqueeze(0);
-  const int64_t held = std::min(delay, left);
+  const int64_t held = std::min(first + delay, left);
   const auto weights = at::zeros({length});
-  weights.slice(0, 0, held).fill_(1);
+  weights.slice(0, std::min(first, held), held).fill_(1);
   weights.slice(0, held, left).copy_(at::linspace(1, 0, left - held + 2).slice(0, 1, -1));
   return {actions, weights.view({1, -1, 1}).expand_as(actions).contiguous()};
 }
@@ -287,7 +290,7 @@ class Sampler {
   Sampler(Policy policy, const Manifest& manifest, const Tensors& observation)
       : policy_(std::move(policy)),
         manifest_(manifest),
-        chunk_{0, Clock::now(), first_chunk(observation)},
+        chunk_{-manifest.first, Clock::now(), first_chunk(observation)},
         thread_([this] { run(); }) {}
   ~Sampler() {
     {
@@ -333,7 +336,7 @@ class Sampler {
     std::deque<int64_t> delays{1};  // cycles from an observation to its chunk
     for (;;) {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return stop_ || cycle_ > chunk_.first; });
+      changed_.wait(lock, [&] { return stop_ || cycle_ > chunk_.first + manifest_.first; });
       if (stop_) return;
       const int64_t cycle = cycle_;
       const auto observed = observed_;
@@ -341,11 +344,12 @@ class Sampler {
       const Chunk last = chunk_;
       lock.unlock();
       const auto start = Clock::now();
-      const auto [rest, weights] = left_over(last, cycle, *std::max_element(delays.begin(), delays.end()));
+      const int64_t begin = cycle - manifest_.first, delay = *std::max_element(delays.begin(), delays.end());
+      const auto [rest, weights] = left_over(last, begin, manifest_.first, delay);
       const auto actions = sample(observation, rest, weights);
       lock.lock();
       latency_.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
-      chunk_ = {cycle, observed, actions};
+      chunk_ = {begin, observed, actions};
       delays.push_back(cycle_ + 1 - cycle);  // the next cycle is the first to take of it
       if (delays.size() > 8) delays.pop_front();
     }

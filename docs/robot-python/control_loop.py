@@ -24,7 +24,8 @@ from torch import Tensor
 import dpa
 
 # From an observation, and from what is left of the last chunk with its weights, (1, T, Da) each or
-# None, to the next chunk, (T, Da), on the CPU.
+# None, to the next chunk, (T, Da), on the CPU. Its first action is for the time of the observation:
+# a policy of n_obs_steps observations predicts n_obs_steps - 1 before that, which are left out.
 Sample = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 

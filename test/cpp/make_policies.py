@@ -4,7 +4,9 @@ Policies as `dpa export` writes them, each with an observation, noise, and the a
 gets from the same file.
 """
 
+import json
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -38,6 +40,32 @@ def main(folder: Path) -> None:
     named = {f"observation_{place}": value for place, value in enumerate(observations)}
     facts = {"frames": 2}
     write(folder / "images.pt", "torchscript", policy, inputs, named | {"noise": noise}, facts)
+    for part in ("float32.pt", "continuing.pt"):
+        write_late(folder / part)
+
+
+class Late(torch.nn.Module):
+    """Its first two actions, for the time before the newest observation, are no numbers."""
+
+    def forward(
+        self,
+        observation: torch.Tensor,
+        noise: torch.Tensor,
+        last_chunk: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ):
+        if last_chunk is not None and weights is not None:  # what is left is numbers, if it holds
+            assert bool(((weights == 0) | last_chunk.isfinite()).all())
+        return torch.cat([torch.full((1, 2, 2), float("nan")), torch.zeros(1, 6, 2)], 1)
+
+
+def write_late(like: Path) -> None:
+    """Write a policy whose chunks begin before the newest observation, as LeRobot's do."""
+    path = like.with_name(f"late-{like.name}")
+    torch.jit.script(Late()).save(path)
+    facts = {"file": path.name, "first_action": 2, "crc32": zlib.crc32(path.read_bytes())}
+    manifest = json.loads(like.with_name(f"{like.name}.json").read_text()) | facts
+    path.with_name(f"{path.name}.json").write_text(json.dumps(manifest))
 
 
 def write(path, to, policy, inputs, data, facts=None):

@@ -107,6 +107,20 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"around\.action must have a scale without zeros"):
         ContinuingLoop(sampler.unet, sampler.table, around=still)
     assert policy.warm is False
+    scripted, given = torch.jit.script(policy), inputs_of(policy, "cpu")
+    for name, rule in (
+        ("observation", "observation must have a width of 5"),
+        ("noise", r"noise must be \(1, B, T, Da\)"),
+        ("last_chunk", r"last_chunk and weights must be \(B, T, Da\)"),
+        ("weights", r"last_chunk and weights must be \(B, T, Da\)"),
+    ):
+        cut = (
+            given[name].expand(2, *given[name].shape[1:])
+            if name == "noise"
+            else given[name][..., :1]
+        )
+        with pytest.raises(torch.jit.Error, match=rule):
+            scripted(*(given | {name: cut}).values())
 
 
 def command(folder, *options):

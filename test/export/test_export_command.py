@@ -139,6 +139,23 @@ def test_settings_of_the_loop_are_followed(only, unet, tmp_path):
         torch.testing.assert_close(loaded(cond, noise), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({"n_obs_steps": 3}, 2),
+        ({}, 0),
+        ({"n_obs_steps": 3, "obs_dim": 20, "oa_step_convention": True}, 2),
+        ({"n_obs_steps": 3, "obs_dim": 20}, 3),
+        ({"n_obs_steps": 3, "pred_action_steps_only": True, "n_action_steps": T}, 0),
+    ],
+)
+def test_the_manifest_says_where_a_chunk_is_executed_from(settings, first, unet, tmp_path):
+    """As diffusion_policy's predict_action slices what it has sampled."""
+    policy = {"_target_": "x.Policy", "noise_scheduler": DDIM_20, "horizon": T} | settings
+    manifest, _ = run(_checkpoint(unet, policy, tmp_path / "a.ckpt"), "--steps", "3")
+    assert manifest["first_action"] == first
+
+
 def test_settings_that_are_unknown_are_listed(unet, tmp_path):
     """Whatever it is, it may change the actions."""
     network = {"_target_": "x.ConditionalUnet1D", "input_dim": DA, "attention": "flash"}
@@ -208,6 +225,8 @@ def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path)
         for least, most in (("q01", "q99"), ("q10", "q90")):
             at = low + torch.rand(size)
             statistics[name] |= {least: at, most: at + torch.rand(size) + 0.5}
+    still = statistics["observation.state"]  # a joint that never moved
+    still["max"][0] = still["min"][0] = 1.57
     least, most = {"QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}.get(
         environment, ("min", "max")
     )
@@ -238,12 +257,19 @@ def test_the_command_on_a_folder_of_lerobot(environment, layout, unet, tmp_path)
             state[f"{part}.buffer_{feature.replace('.', '_')}.{statistic}"] = value
     else:
         file = "policy_preprocessor_step_3_normalizer_processor.safetensors"
-        save_file(flat, folder / file)
+        save_file(
+            {n: v + 1 if n.startswith("action") else v for n, v in flat.items()}, folder / file
+        )
+        file = "policy_postprocessor_step_0_unnormalizer_processor.safetensors"
+        save_file(
+            {n: v if n.startswith("action") else v + 1 for n, v in flat.items()}, folder / file
+        )
     save_file(state, folder / "model.safetensors")
     manifest, loaded = run(folder)
     assert manifest["checkpoint"] == "LeRobot" and manifest["assumed"] == []
 
     observation, noise = torch.randn(1, DO), torch.randn(1, 1, T, DA)
+    observation[0, 0] = 1.57
     normal = _normalized(statistics, modes, observation.split(list(width.values()), -1), width)
     usual = diffusers.DDIMScheduler(20, beta_schedule="squaredcos_cap_v2")
     want = sampled(unet, usual, 3, torch.cat(normal, -1), noise[0])

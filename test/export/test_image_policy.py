@@ -28,6 +28,26 @@ def test_a_file_gives_the_policys_actions(to, tmp_path):
         assert (policy(*inputs.values()) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "rule"),
+    [
+        ("top", lambda x: x.float() / 255, r"top must be torch\.uint8, .*got another dtype"),
+        (
+            "side",
+            lambda x: x.movedim(-1, 2),
+            r"side must be .*12, 16, 3\], got \[1, 2, 3, 12, 16\]",
+        ),
+        ("state", lambda x: x[..., :1], r"state must be .*, 3\], got \[1, 2, 1\]"),
+        ("noise", lambda x: x.repeat(2, 1, 1, 1), "noise must be"),
+    ],
+)
+def test_a_traced_file_refuses_other_inputs(name, change, rule, tmp_path):
+    policy, inputs = make_image_policy()
+    export_policy(policy, tmp_path / "policy.pt", "torchscript", inputs)
+    with pytest.raises(torch.jit.Error, match=rule):
+        load_policy(tmp_path / "policy.pt")(*(inputs | {name: change(inputs[name])}).values())
+
+
 def test_images_are_normalised_by_channels():
     """From uint8 with channels last to numbers in [0, 1], then scale and offset."""
     policy, inputs = make_image_policy()

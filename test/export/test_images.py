@@ -112,6 +112,7 @@ def test_it_acts_as_lerobots_policy(folder, to, name, tmp_path):
     ]
     assert inputs["observation.images.top"]["shape"] == [1, 2, 40, 48, 3]
     assert inputs["observation.images.top"]["dtype"] == "uint8" and manifest["frames"] == 2
+    assert manifest["first_action"] == 1  # LeRobot's `start` in generate_actions
     assert inputs["observation.state"]["shape"] == [1, 2, 2] and manifest["part"] == "loop"
     assert set(manifest["normalisation"]) == {*inputs, "action"} - {"noise"}
     policy = load_policy(tmp_path / name)

@@ -34,6 +34,7 @@ class Source:
             not know, one sentence each.
         step_options: options of the scheduler's step, as :func:`dpa.schedulers.from_diffusers`
             takes them.
+        first_action: which of a chunk's actions is for the time of the newest observation.
         loaded: what it was read from.
 
     """
@@ -47,6 +48,7 @@ class Source:
     steps: int | None = None
     assumed: list[str] = field(default_factory=list)
     step_options: dict[str, Any] = field(default_factory=dict)
+    first_action: int = 0
     loaded: Checkpoint | None = None
 
 
@@ -131,7 +133,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
         needed = _needed(modes.get("ACTION", other))
         assumed.append(f"actions: the folder holds no {needed}; they are the network's own")
     else:
-        action = _inverse(action)
+        action = action.inverse()
     observation = None
     inputs = config.get("input_features") or {}
     width = loaded.arguments["global_cond_dim"] or 0
@@ -163,6 +165,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
         config.get("horizon"),
         config.get("num_inference_steps"),
         assumed,
+        first_action=config.get("n_obs_steps", 1) - 1,
     )
 
 
@@ -197,24 +200,26 @@ def _lerobot_statistics(rest: Mapping[str, Tensor], path: Path) -> dict[str, Ten
             feature, _, statistic = name.rpartition(".")
             feature = feature.replace("observation_", "observation.", 1)
             found[f"{feature}.{statistic}"] = value
-    files = sorted(path.glob("policy_*processor_step_*.safetensors")) if path.is_dir() else []
-    for file in files:  # in processors of their own, since
-        from safetensors.torch import load_file
+    for kind in ("pre", "post"):  # in processors of their own, since
+        for file in sorted(path.glob(f"policy_{kind}processor_step_*.safetensors")):
+            from safetensors.torch import load_file
 
-        found |= load_file(file)
+            # Both have the statistics of everything; the second unnormalises actions with its own.
+            own = kind == "pre" or not found
+            found |= {n: v for n, v in load_file(file).items() if own or n.startswith("action.")}
     return {name: value.flatten().float() for name, value in found.items()}
 
 
 def _lerobot_affine(
     statistics: Mapping[str, Tensor], name: str, mode: str | None, width: int = 1
 ) -> Affine | None:
-    """Return scale and offset that normalise a feature; None where its statistics are missing."""
+    """Return what normalises a feature; None where its statistics are missing."""
 
     def of(statistic: str) -> Tensor:
         return statistics[f"{name}.{statistic}"]
 
     if mode == "IDENTITY":
-        return torch.ones(width), torch.zeros(width)
+        return Affine.none(width)
     if mode is None:
         return None
     rule = f"be of {', '.join(_MODES)}"
@@ -223,11 +228,10 @@ def _lerobot_affine(
     if any(f"{name}.{statistic}" not in statistics for statistic in (low, high)):
         return None
     if mode == "MEAN_STD":
-        scale = 1 / (of("std") + 1e-8)
-        return scale, -of("mean") * scale
+        return Affine(1 / (of("std") + 1e-8), torch.zeros_like(of("mean")), of("mean"))
     span = of(high) - of(low)
     span = torch.where(span == 0, torch.full_like(span, 1e-8), span)
-    return 2 / span, -2 * of(low) / span - 1
+    return Affine(2 / span, -torch.ones_like(span), of(low))
 
 
 # The two statistics of each of LeRobot's ways to normalise.
@@ -267,7 +271,7 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
     affines = normalizer_of(loaded.rest)
     action = observation = None
     if {"scale", "offset"} <= set(affines.get("action", ())):
-        action = _inverse((affines["action"]["scale"], affines["action"]["offset"]))
+        action = affine_of(affines["action"]).inverse()
     else:
         assumed.append("actions: the file holds no normalizer; they are the network's own")
     width = loaded.arguments["global_cond_dim"] or 0
@@ -278,7 +282,7 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
         and width % low["scale"].numel() == 0
     ):
         repeats = width // low["scale"].numel()
-        observation = _concatenated([(low["scale"], low["offset"])], repeats)
+        observation = _concatenated([affine_of(low)], repeats)
     elif width:
         assumed.append("observation: the global_cond that the policy's encoder makes")
     return Source(
@@ -291,7 +295,18 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
         policy.get("num_inference_steps"),
         assumed,
         {name: policy[name] for name in settings.STEP_OPTIONS if policy.get(name) is not None},
+        _first_action(policy, cfg),
     )
+
+
+def _first_action(policy: Mapping[str, Any], cfg: Mapping[str, Any]) -> int:
+    """Return where diffusion_policy begins to execute a chunk."""
+    if settings.switch(policy, "pred_action_steps_only"):
+        return 0
+    frames = policy.get("n_obs_steps", cfg.get("n_obs_steps")) or 1
+    # Only its low-dimensional policies have the switch; off, they leave the newest one's out.
+    from_newest = "obs_dim" not in policy or settings.switch(policy, "oa_step_convention")
+    return frames - 1 if from_newest else frames
 
 
 def normalizer_of(rest: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -330,11 +345,10 @@ def _plain(cfg: Any) -> dict[str, Any]:
     return {"policy": plain}
 
 
-def _inverse(affine: Affine) -> Affine:
-    scale, offset = affine
-    return 1 / scale, -offset / scale
+def affine_of(found: Mapping[str, Tensor]) -> Affine:
+    """Return what a feature of :func:`normalizer_of` is normalised with."""
+    return Affine(found["scale"], found["offset"], torch.zeros_like(found["offset"]))
 
 
 def _concatenated(parts: list[Affine], repeats: int) -> Affine:
-    scale, offset = (torch.cat(values).repeat(repeats) for values in zip(*parts, strict=True))
-    return scale, offset
+    return Affine(*(torch.cat(values).repeat(repeats) for values in zip(*parts, strict=True)))

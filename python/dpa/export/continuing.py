@@ -69,8 +69,14 @@ class ContinuingLoop(OnPackedWeights):
 
         """
         cond = self.condition(observation)
-        chunk = (last_chunk - self.action_offset) / self.action_scale
-        sample = noise[0]
+        sample = self.initial(noise)
+        for value in (last_chunk, weights):
+            if value.shape != sample.shape:
+                raise ValueError(
+                    f"last_chunk and weights must be (B, T, Da), {list(sample.shape)}, "
+                    f"got {list(value.shape)}"
+                )
+        chunk = (last_chunk - self.action_offset) / self.action_scale + self.action_center
         if self.warm:
             sample = self.level[0] * chunk + self.level[1] * sample
         free = weights == 0

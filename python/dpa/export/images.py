@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpa.export.checkpoint import (
     Source,
+    affine_of,
     normalisations_of_lerobot,
     normalizer_of,
     whole_policy_config,
@@ -32,13 +33,13 @@ class Observed:
     Attributes:
         name: as the checkpoint names it.
         shape: of an observation: (frames, H, W, C) of an image, (frames, D) of a state.
-        affine: scale and offset that it is normalised with, an image in [0, 1] by channels.
+        affine: what it is normalised with, an image in [0, 1] by channels; or (scale, offset).
 
     """
 
     name: str
     shape: tuple[int, ...]
-    affine: Affine
+    affine: Affine | tuple[Tensor, Tensor]
 
     @property
     def is_image(self) -> bool:
@@ -72,7 +73,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.observed, self._encode, self.holder = observed, encode, holder
         for place, one in enumerate(observed):
-            for part, value in zip(("scale", "offset"), one.affine, strict=True):
+            for part, value in Affine(*one.affine)._asdict().items():
                 value = value.detach().float().clone()
                 self.register_buffer(
                     f"{part}_{place}", value[:, None, None] if one.is_image else value
@@ -84,8 +85,8 @@ class Encoder(nn.Module):
         for place, (one, value) in enumerate(zip(self.observed, observations, strict=True)):
             if one.is_image:
                 value = value.permute(0, 1, 4, 2, 3).float() / 255
-            scale, offset = getattr(self, f"scale_{place}"), getattr(self, f"offset_{place}")
-            given[one.name] = value * scale + offset
+            scale, offset, center = (getattr(self, f"{part}_{place}") for part in Affine._fields)
+            given[one.name] = (value - center) * scale + offset
         return self._encode(given)
 
 
@@ -110,11 +111,8 @@ class ImagePolicy(nn.Module):
         return self.loop(self.encoder(*observations), noise)
 
     def normalisation(self) -> dict[str, dict[str, list[float]]]:
-        """Return the scale and offset of each observation, and of the actions."""
-        found = {
-            one.name: dict(zip(("scale", "offset"), (x.tolist() for x in one.affine), strict=True))
-            for one in self.encoder.observed
-        }
+        """Return what each observation is normalised with, and actions unnormalised."""
+        found = {one.name: Affine(*one.affine).numbers() for one in self.encoder.observed}
         return found | {"action": self.loop.normalisation()["action"]}
 
     def traced(self, inputs: Mapping[str, Tensor]) -> torch.jit.ScriptModule:
@@ -129,7 +127,7 @@ class ImagePolicy(nn.Module):
         program = torch.export.export(self, given).module(check_guards=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of those sizes
-            traced = torch.jit.trace(program, given, check_trace=False)
+            traced = torch.jit.trace(_Described(program, inputs), given, check_trace=False)
         others = [
             torch.randint_like(x, 0, 256) if x.dtype == torch.uint8 else torch.randn_like(x)
             for x in inputs.values()
@@ -139,6 +137,33 @@ class ImagePolicy(nn.Module):
         got = f"a relative error of {error:.1e}"
         require(error < _LIMIT, "the encoder", "be traceable", got)
         return traced
+
+
+class _Described(nn.Module):
+    """A program that is traced, which refuses what is not as it was traced with.
+
+    A trace divides an image by 255 whatever its dtype is, and stretches a state of one number.
+    """
+
+    def __init__(self, program: nn.Module, inputs: Mapping[str, Tensor]):
+        super().__init__()
+        self.program = program
+        self.like = [torch.empty_like(value, device="cpu") for value in inputs.values()]
+        self.rules = [f"{n} must be {x.dtype}, {list(x.shape)}" for n, x in inputs.items()]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Run the program."""
+        return self.program(*_checked(list(inputs), self.like, self.rules))
+
+
+@torch.jit.script
+def _checked(given: list[Tensor], like: list[Tensor], rules: list[str]) -> list[Tensor]:
+    for i in range(len(given)):
+        if given[i].dtype != like[i].dtype:
+            raise ValueError(f"{rules[i]}, got another dtype")
+        if given[i].shape != like[i].shape:
+            raise ValueError(f"{rules[i]}, got {list(given[i].shape)}")
+    return given
 
 
 def encoder_of(source: Source, path: Path, device: torch.device, trusted: bool) -> Encoder:
@@ -206,8 +231,7 @@ def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
         shape = (*shape[1:], shape[0]) if feature.get("type") == "rgb" else shape
         known = {"scale", "offset"} <= set(affines.get(name, ()))
         require(known, "checkpoint", f"have a normalizer of {name}", "none")
-        affine = affines[name]["scale"], affines[name]["offset"]
-        observed.append(Observed(name, (frames, *shape), affine))
+        observed.append(Observed(name, (frames, *shape), affine_of(affines[name])))
 
     def encode(given: dict[str, Tensor]) -> Tensor:
         batch = next(iter(given.values())).shape[0]

@@ -97,6 +97,7 @@ def make(
         "scheduler": type(scheduler).__name__,
         "draws_noise": list(table.draws_noise),
         "first_step": choice.first_step,
+        "first_action": source.first_action,
         "assumed": assumed,
     }
     if encoder is not None:

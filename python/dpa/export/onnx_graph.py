@@ -49,7 +49,7 @@ class PlainLoop(Exported):
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
         """Map (B, Do) and (1 + noisy steps, B, T, Da) to actions (B, T, Da)."""
-        cond, sample = self.condition(observation), noise[0]
+        cond, sample = self.condition(observation), self.initial(noise)
         for step, row in enumerate(self.coefficients.tolist()):
             output = self.unet(sample, self.index[step : step + 1], None, cond)
             entry = self.noise_index[step]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,33 @@ from dpa.library.checks import require
 from dpa.packed.unet import PackedUnet
 from dpa.schedulers.conversion import StepTable
 
-Affine = tuple[Tensor, Tensor]
+_NORMALISED = ("observation", "action")
 NO_CLIP = torch.finfo(torch.float32).max
+
+
+class Affine(NamedTuple):
+    """``(x - center) * scale + offset``.
+
+    A value that never changed in training has a span of zero and a scale of 1e8: an offset that had
+    the center in it, too, would be its rounding.
+    """
+
+    scale: Tensor
+    offset: Tensor
+    center: Tensor = torch.zeros(1)
+
+    @staticmethod
+    def none(width: int = 1) -> Affine:
+        """Return the one that changes nothing."""
+        return Affine(torch.ones(width), torch.zeros(width), torch.zeros(width))
+
+    def inverse(self) -> Affine:
+        """Return the way back."""
+        return Affine(1 / self.scale, self.center, self.offset)
+
+    def numbers(self) -> dict[str, list[float]]:
+        """Return its parts as a manifest has them."""
+        return {name: part.flatten().tolist() for name, part in self._asdict().items()}
 
 
 @dataclass(frozen=True)
@@ -23,14 +48,15 @@ class Around:
 
     Attributes:
         encoder: maps normalised observations (B, Do) to ``global_cond``; None passes them through.
-        observation: scale and offset that observations are normalised with; None is 1 and 0.
-        action: scale and offset that actions are unnormalised with; None is 1 and 0.
+        observation: what observations are normalised with, an :class:`Affine` or (scale, offset);
+            None leaves them as they are.
+        action: what actions are unnormalised with, likewise.
 
     """
 
     encoder: nn.Module | None = None
-    observation: Affine | None = None
-    action: Affine | None = None
+    observation: Affine | tuple[Tensor, Tensor] | None = None
+    action: Affine | tuple[Tensor, Tensor] | None = None
 
 
 class Exported(nn.Module):
@@ -51,11 +77,11 @@ class Exported(nn.Module):
         # The index into ``noise`` of each step; 0 is the initial sample and stands for none.
         self.noise_index = [next(numbers) if noisy else 0 for noisy in table.draws_noise]
         self.noisy = any(table.draws_noise)
-        one, zero = torch.ones(1), torch.zeros(1)
-        for name in ("observation", "action"):
-            scale, offset = getattr(around, name) or (one, zero)
-            self.register_buffer(f"{name}_scale", scale.detach().float().clone())
-            self.register_buffer(f"{name}_offset", offset.detach().float().clone())
+        self.entries_of_noise = 1 + sum(table.draws_noise)
+        for name in _NORMALISED:
+            affine = Affine(*(getattr(around, name) or Affine.none()))
+            for part, value in affine._asdict().items():
+                self.register_buffer(f"{name}_{part}", value.detach().float().clone())
         self.register_buffer("timesteps", table.timesteps.float().clone())
         self.register_buffer("coefficients", table.coefficients.float().clone())
         self.register_buffer("entries", torch.tensor(self.noise_index))
@@ -65,8 +91,20 @@ class Exported(nn.Module):
         """Return what the network is conditioned on, if it is."""
         cond: Tensor | None = None
         if self.conditioned:
-            cond = self.encoder(observation * self.observation_scale + self.observation_offset)
+            width = self.observation_scale.shape[0]
+            if width > 1 and observation.shape[-1] != width:
+                raise ValueError(f"observation must have a width of {width}")
+            centered = observation - self.observation_center
+            cond = self.encoder(centered * self.observation_scale + self.observation_offset)
         return cond
+
+    def initial(self, noise: Tensor) -> Tensor:
+        """Return the sample that the loop begins with, of the noise of the whole loop."""
+        if noise.dim() != 4 or noise.shape[0] != self.entries_of_noise:
+            raise ValueError(
+                f"noise must be ({self.entries_of_noise}, B, T, Da), got {list(noise.shape)}"
+            )
+        return noise[0]
 
     def advance(self, step: int, output: Tensor, sample: Tensor, noise: Tensor) -> Tensor:
         """Return the sample after a step; ``noise`` is that of the whole loop."""
@@ -79,18 +117,13 @@ class Exported(nn.Module):
 
     @torch.jit.unused
     def normalisation(self) -> dict[str, dict[str, list[float]]]:
-        """Return the scale and offset of observations and of actions."""
-        return {
-            name: {
-                part: getattr(self, f"{name}_{part}").flatten().tolist()
-                for part in ("scale", "offset")
-            }
-            for name in ("observation", "action")
-        }
+        """Return what observations are normalised and actions unnormalised with."""
+        parts = {n: [getattr(self, f"{n}_{p}") for p in Affine._fields] for n in _NORMALISED}
+        return {name: Affine(*values).numbers() for name, values in parts.items()}
 
     def unnormalised(self, sample: Tensor) -> Tensor:
         """Return the actions that a sample stands for."""
-        return sample * self.action_scale + self.action_offset
+        return (sample - self.action_center) * self.action_scale + self.action_offset
 
 
 class LayeredLoop(Exported):
@@ -120,7 +153,7 @@ class LayeredLoop(Exported):
         cond = self.condition(observation)
         if cond is not None:
             cond = cond.to(self.dtype)
-        sample = noise[0]
+        sample = self.initial(noise)
         for step in range(self.steps):
             timestep = self.timesteps[step].expand(sample.shape[0])
             output = self.unet(sample.to(self.dtype), timestep, None, cond).to(torch.float32)
@@ -179,12 +212,13 @@ class PackedLoop(OnPackedWeights):
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
         """Map (B, Do) and (1 + noisy steps, B, T, Da), float32, to actions (B, T, Da), float32."""
+        sample = self.initial(noise)
         step_noise: Tensor | None = None
         if self.noisy:
             # The coefficient of a step without noise is 0, so any entry will do.
             step_noise = noise.index_select(0, self.entries)
         sample = torch.ops.dpa.diffusion_sample_by_name(
-            noise[0],
+            sample,
             self.timesteps,
             self.condition(observation),
             self.weights,

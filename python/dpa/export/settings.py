@@ -14,7 +14,7 @@ STEP_OPTIONS = ("eta", "use_clipped_model_output")
 # Settings that are read, and may be expressions of omegaconf.
 RESOLVED = {
     *("noise_scheduler", "horizon", "n_action_steps", "num_inference_steps"),
-    *("pred_action_steps_only", *STEP_OPTIONS),
+    *("pred_action_steps_only", "n_obs_steps", "oa_step_convention", *STEP_OPTIONS),
 }
 # Of the U-Net: the shapes of its weights show them.
 NETWORK = {
@@ -26,7 +26,7 @@ NETWORK = {
 DIFFUSION_POLICY = {
     *RESOLVED,
     *NETWORK,
-    *("model", "shape_meta", "obs_dim", "action_dim", "n_obs_steps", "oa_step_convention"),
+    *("model", "shape_meta", "obs_dim", "action_dim"),
     *("obs_as_local_cond", "obs_as_global_cond", "lowdim_as_global_cond"),
     *("obs_encoder", "rgb_net", "crop_shape", "obs_encoder_group_norm", "eval_fixed_crop"),
     *("use_down_condition", "use_mid_condition", "use_up_condition"),
