@@ -190,7 +190,9 @@ def test_a_layer_that_begins_to_drop_values(kind, device):
     torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-4)
     policy.model.final_conv[-1].train()
     samplers[0].fused = True
-    with pytest.raises(ValueError, match="fused must be left out for this network: it drops values"):
+    with pytest.raises(
+        ValueError, match="fused must be left out for this network: it drops values"
+    ):
         sample(samplers[0])
 
 

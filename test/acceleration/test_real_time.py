@@ -126,6 +126,11 @@ def test_lerobots_policy_continues_what_is_left_over(device):
             seen, noise=-noise, inference_delay=0, prev_chunk_left_over=None
         )
         assert (chunk[0, 2] - left[2]).norm() < (free[0, 2] - left[2]).norm()
+    for wrong in (left[:, 0], left[:, :1], left.expand(3, -1, -1)):
+        with pytest.raises(
+            ValueError, match=r"prev_chunk_left_over must be \(T', 2\) or \(1, T', 2"
+        ):
+            policy.predict_action_chunk(seen, prev_chunk_left_over=wrong)
     dpa.restore(policy)
     assert vars(policy).keys() == vars(plain).keys() and type(policy) is type(plain)
 

@@ -1,5 +1,6 @@
 """What a sampler refuses, and what it runs step by step instead."""
 
+import diffusers
 import pytest
 import torch
 from test_sampler import DDPM, SHAPE, diffusers_loop, make_scheduler, make_unet
@@ -102,6 +103,27 @@ def test_fallback_says_why_and_runs_the_schedulers_own_step(device):
     got = sampler(cond, noise=noise, generator=torch.Generator().manual_seed(2))
     generator = torch.Generator().manual_seed(2)
     want = diffusers_loop(dpa.reference.plain(unet), scheduler, 5, cond, noise, generator)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("eta", [None, 0.0, 0.7])
+def test_eta_is_the_schedulers_own_where_none_is_given(eta):
+    """TCD's is 0.3, DDIM's 0."""
+    scheduler = diffusers.TCDScheduler(50)
+    unet, cond, noise = make_unet("cpu"), torch.randn(3, 4), torch.randn(SHAPE)
+    with pytest.warns(UserWarning, match="own step runs instead"):
+        sampler = dpa.DiffusionSampler(unet, scheduler, 4, eta=eta, fallback=True)
+    got = sampler(cond, noise=noise, generator=torch.Generator().manual_seed(2))
+    scheduler.set_timesteps(4)
+    plain, want = dpa.reference.plain(unet), noise
+    options = {"generator": torch.Generator().manual_seed(2)} | (
+        {} if eta is None else {"eta": eta}
+    )
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            steps = timestep.expand(len(noise))
+            output = plain(want, steps, None, cond)
+            want = scheduler.step(output, timestep, want, **options).prev_sample
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -131,10 +131,15 @@ class ChunkInTime(Replacement):
         self, left: Tensor, batch: int, delay: int, horizon: int | None
     ) -> tuple[Tensor, Tensor]:
         """Return what is wanted of the next chunk, and by what weights."""
+        given = left.shape
         config = self.policy.config
         rtc = getattr(config, "rtc_config", None)
         first = config.n_obs_steps - 1  # of the actions that are executed
         left = left if left.dim() == 3 else left[None]
+        width, name = config.action_feature.shape[0], "prev_chunk_left_over"
+        right = left.dim() == 3 and left.shape[0] in (1, batch) and left.shape[2] == width
+        rule = f"be (T', {width}) or ({batch}, T', {width})"
+        require(right, f"predict_action_chunk: {name}", rule, tuple(given))
         rows = left.abs().amax((0, 2)).nonzero()
         length = min(int(rows[-1]) + 1 if len(rows) else 0, config.horizon - first)
         if horizon is None:

@@ -102,7 +102,12 @@ Resume = Annotated[
 ]
 
 
+# What belongs to a run with a checkpoint alone.
+_OF_CHECKPOINT = {"device", "dtype", "steps", "seconds", "prefix", "ema", "trust_pickle"}
+
+
 def bench(
+    context: typer.Context,
     checkpoint: Subject = None,
     device: Device = "auto",
     dtype: Weights = None,
@@ -124,6 +129,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint, or this machine, beside eager PyTorch."""
+    _check_given(context, checkpoint is not None)
     if checkpoint is not None:
         options = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
         _checkpoint(checkpoint, device, dtype, steps, seconds, options, as_json)
@@ -143,6 +149,19 @@ def bench(
     command.show(results)
     for path in files:
         print(f"written: {path}")
+
+
+def _check_given(context: typer.Context, with_checkpoint: bool) -> None:
+    """Refuse options that this kind of run would leave unread."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in ("checkpoint", "as_json") or (name in _OF_CHECKPOINT) == with_checkpoint:
+            continue
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            which = "with" if with_checkpoint else "without"
+            option = max(parameter.opts, key=len)
+            raise typer.BadParameter(f"{option} must be left out {which} a checkpoint")
 
 
 def _sizes(text: str) -> list[int]:

@@ -68,7 +68,8 @@ class DiffusionSampler:
         horizon: T. Not needed where each call has a ``noise``, ``condition_data`` or
             ``local_cond``.
         action_dim: Da. Not needed where the network ends in a ``final_conv`` as the originals do.
-        eta: DDIM's noise weight.
+        eta: DDIM's noise weight, and that of other schedulers whose step has one. None is the
+            scheduler's own default: 0 for DDIM.
         use_clipped_model_output: DDIM's option of that name.
         fused: run the whole loop as one op on packed weights (:class:`dpa.packed.PackedUnet`, whose
             docstring says which networks). None does so where the network, the device and the
@@ -111,7 +112,7 @@ class DiffusionSampler:
         *,
         horizon: int | None = None,
         action_dim: int | None = None,
-        eta: float = 0.0,
+        eta: float | None = None,
         use_clipped_model_output: bool = False,
         fused: bool | None = None,
         fallback: bool = False,
@@ -130,7 +131,7 @@ class DiffusionSampler:
             fused = True
         wide = dtype is None or dtype.itemsize > 1 or (fused and dtype == torch.float8_e4m3fn)
         check(wide, "dtype", "have 16 bits or more (float8_e4m3fn fused)", dtype)
-        plain = not isinstance(scheduler, StepTable) or (eta == 0 and not use_clipped_model_output)
+        plain = not isinstance(scheduler, StepTable) or not (eta or use_clipped_model_output)
         options, got = "eta and use_clipped_model_output", f"{eta} and {use_clipped_model_output}"
         check(plain, options, "be left out with a StepTable", got)
         right = not fused or isinstance(unet, nn.Module)
@@ -148,7 +149,9 @@ class DiffusionSampler:
         self._loops, self._packing = ModuleLoops(), Packing()
         self._foreign: tuple[Any, bool] = (None, False)
         self._width: tuple[Any, int | None] = (None, None)
-        options = {"eta": eta, "use_clipped_model_output": use_clipped_model_output}
+        options = {"use_clipped_model_output": use_clipped_model_output}
+        if eta is not None:
+            options["eta"] = eta
         self._scheduler = copy.deepcopy(scheduler)
         self._tables = Tables(self._scheduler, options)
         self._copy: stepwise_loop.Copy | None = None
