@@ -147,16 +147,15 @@ class _Described(nn.Module):
 
     def __init__(self, program: nn.Module, inputs: Mapping[str, Tensor]):
         super().__init__()
-        self.program = program
+        self.program, self._checked = program, torch.jit.script(_checked)
         self.like = [torch.empty_like(value, device="cpu") for value in inputs.values()]
         self.rules = [f"{n} must be {x.dtype}, {list(x.shape)}" for n, x in inputs.items()]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run the program."""
-        return self.program(*_checked(list(inputs), self.like, self.rules))
+        return self.program(*self._checked(list(inputs), self.like, self.rules))
 
 
-@torch.jit.script
 def _checked(given: list[Tensor], like: list[Tensor], rules: list[str]) -> list[Tensor]:
     for i in range(len(given)):
         if given[i].dtype != like[i].dtype:
