@@ -48,7 +48,7 @@ def test_the_command_lists_the_choices(option, value, allowed, tmp_path):
     [
         ({"_class_name": "DDIMScheduler", "num_train_timesteps": []}, "scheduler must"),
         ({"_class_name": "DDIMScheduler", "trained_betas": [[]]}, "it raised IndexError: "),
-        ({"_class_name": "PNDMScheduler"}, "scheduler must be DDPM or DDIM to be exported"),
+        ({"_class_name": "PNDMScheduler"}, "scheduler must take single steps"),
         ({"_class_name": "utils"}, "scheduler must be a class of diffusers, got utils"),
         (
             {"_class_name": "DDIMScheduler", "num_train_timesteps": "x"},

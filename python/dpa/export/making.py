@@ -108,13 +108,13 @@ def make(
 
 def _table(source: Source, choice: Choice, scheduler: Any) -> StepTable:
     steps = choice.steps or source.steps or scheduler.config.num_train_timesteps
+    rule = "take single steps (as DDPM, DDIM and Euler do) to be exported"
     try:
         # The loops of these policies scale nothing.
         loop = {"first_step": choice.first_step, "scaled": False}
         table = from_diffusers(scheduler, steps, **source.step_options, **loop)
     except (AttributeError, TypeError) as error:  # another class, or options of another type
-        raise ValueError(f"scheduler must be DDPM or DDIM to be exported: {error}") from None
-    rule = "be DDPM or DDIM to be exported"
+        raise ValueError(f"scheduler must {rule}: {error}") from None
     require(type(table) is StepTable, "scheduler", rule, type(scheduler))
     return table
 
