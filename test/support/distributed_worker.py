@@ -32,7 +32,10 @@ def _unet(team, dtype=torch.float64) -> dpa.nn.ConditionalUnet1D:
 
 
 def _train(unet, model, team):
-    """Gradients of the last of a few steps on this process's part, the weights, the averages."""
+    """Gradients of the last of a few steps on this process's part, the weights, the averages.
+
+    Each step evaluates the weights, then the averages, without a backward.
+    """
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
     ema, random = EMA(unet), torch.Generator().manual_seed(1)
     part = team.shard(_BATCH)
@@ -45,11 +48,16 @@ def _train(unet, model, team):
         F.mse_loss(out, target[part]).backward()
         optimizer.step()
         ema.update()
+        with torch.no_grad():
+            unet(sample, timestep, None, cond)
+            with ema.applied():
+                evaluated = unet(sample, timestep, None, cond)
     whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x  # noqa: E731
     named = dict(unet.named_parameters())
     grads = {name: whole(p.grad).detach().clone() for name, p in named.items()}
     with ema.applied():
         averages = {name: whole(p).detach().clone() for name, p in unet.named_parameters()}
+    averages["evaluated"] = evaluated
     weights = {name: whole(p).detach().clone() for name, p in unet.named_parameters()}
     return grads, weights, averages
 

@@ -18,6 +18,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    """A model's parameters; of modules that FSDP2 shards the shards, whatever has been gathered.
+
+    After a forward without backward its root has all of them gathered, and its next forward would
+    not see what is written to the shards.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "reshard"):  # an FSDPModule
+            module.reshard()
+    return list(model.parameters())
+
+
 _Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -73,7 +85,7 @@ class EMA:
         self._updates = 0
         # Of the updates, where an optimizer makes them: int64 on the device of the averages.
         self.count: Tensor | None = None
-        self.averages = [self._copy(parameter) for parameter in model.parameters()]
+        self.averages = [self._copy(parameter) for parameter in _parameters(model)]
 
     @staticmethod
     def _copy(parameter: Tensor) -> Tensor:
@@ -129,7 +141,7 @@ class EMA:
         return averaged, copied
 
     def _parameters(self) -> list[nn.Parameter]:
-        found, rule = [*self.model.parameters()], f"have {len(self.averages)} parameters, as before"
+        found, rule = _parameters(self.model), f"have {len(self.averages)} parameters, as before"
         require(len(found) == len(self.averages), "EMA: model", rule, len(found))
         return found
 
@@ -168,7 +180,7 @@ class EMA:
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Write the averages, and the trained model's buffers, into a model of the same shapes."""
-        parameters = [local(parameter.detach()) for parameter in model.parameters()]
+        parameters = [local(parameter.detach()) for parameter in _parameters(model)]
         self._check_shapes("model", parameters)
         torch._foreach_copy_(parameters, self.averages)
         for kept, new in zip(model.buffers(), self.model.buffers(), strict=True):
@@ -184,6 +196,7 @@ class EMA:
             yield self.model
         finally:
             torch._foreach_copy_(parameters, own)
+            _parameters(self.model)  # drops the averages that a forward has gathered
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
