@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import dpa
-from dpa.training import EMA, GraphedStep, release_graphs
+from dpa.training import EMA, AdamW, GraphedStep, release_graphs
 
 
 def _unet(device, seed=0):
@@ -155,6 +155,39 @@ def test_averages_of_other_shapes_change_nothing():
     with pytest.raises(ValueError, match=r"state must have .* got \(\) for \(1,\)"):
         ema.load_state_dict(state)
     assert_close((ema.averages, list(wide.parameters())), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_a_layer_of_another_shape_is_not_averaged(inputs):
+    """A shape that broadcasts to the average's, and one that does not; nothing is written."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    ema, owned = EMA(model), EMA(model)
+    optimizer = AdamW(model.parameters(), ema=owned)
+    model[1] = torch.nn.Linear(inputs, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy((list(model.parameters()), ema.averages, owned.averages))
+    for call in (ema.update, optimizer.step, lambda: ema.applied().__enter__()):
+        with pytest.raises(
+            ValueError, match=rf"model must have .* got \(4, {inputs}\) for \(4, 4\)"
+        ):
+            call()
+    now = list(model.parameters()), ema.averages, owned.averages
+    assert_close(now, before, rtol=0, atol=0)
+    assert ema.updates == owned.updates == 0 and not optimizer.state
+
+
+def test_averages_are_not_written_beside_other_buffers():
+    model = torch.nn.BatchNorm1d(3)
+    ema, other = EMA(model), torch.nn.BatchNorm1d(3, track_running_stats=False)
+    wide = torch.nn.BatchNorm1d(3)
+    wide.running_mean = torch.zeros(2, 3)
+    for each in (other, wide):
+        with torch.no_grad():
+            each.weight.fill_(7.0)
+        with pytest.raises(ValueError, match="EMA: model must have buffers of the shapes"):
+            ema.copy_to(each)
+        assert (each.weight == 7.0).all()
 
 
 def test_a_graphed_step_without_warm_up_is_refused():

@@ -143,6 +143,7 @@ class EMA:
     def _parameters(self) -> list[nn.Parameter]:
         found, rule = _parameters(self.model), f"have {len(self.averages)} parameters, as before"
         require(len(found) == len(self.averages), "EMA: model", rule, len(found))
+        self._check_shapes("model", list(map(local, found)))
         return found
 
     def attach(self) -> None:
@@ -173,17 +174,26 @@ class EMA:
     def _check_shapes(self, name: str, tensors: Sequence[Tensor]) -> None:
         count, given = len(self.averages), len(tensors)
         require(given == count, f"EMA: {name}", f"hold {count} averages", given)
-        for new, kept in zip(tensors, self.averages, strict=True):
-            got, rule = f"{tuple(new.shape)} for {tuple(kept.shape)}", "have the shapes of the"
-            require(new.shape == kept.shape, f"EMA: {name}", f"{rule} averages", got)
+        pairs = [(new.shape, kept.shape) for new, kept in zip(tensors, self.averages, strict=True)]
+        differ = [f"{tuple(new)} for {tuple(kept)}" for new, kept in pairs if new != kept]
+        got = differ[0] if differ else None
+        require(not differ, f"EMA: {name}", "have the shapes of the averages", got)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Write the averages, and the trained model's buffers, into a model of the same shapes."""
+        """Write the averages, and the trained model's buffers, into a model of the same shapes.
+
+        Raises:
+            ValueError: its parameters or buffers are others; then nothing has changed.
+
+        """
         parameters = [local(parameter.detach()) for parameter in _parameters(model)]
         self._check_shapes("model", parameters)
+        buffers, news = list(model.buffers()), list(self.model.buffers())
+        shapes, given = ([tuple(x.shape) for x in those] for those in (news, buffers))
+        require(given == shapes, "EMA: model", f"have buffers of the shapes {shapes}", given)
         torch._foreach_copy_(parameters, self.averages)
-        for kept, new in zip(model.buffers(), self.model.buffers(), strict=True):
+        for kept, new in zip(buffers, news, strict=True):
             kept.copy_(new)
 
     @contextlib.contextmanager
