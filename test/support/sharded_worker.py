@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import os
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import dpa
-from dpa.training import GraphedStep
+from dpa.training import EMA, AdamW, GraphedStep
 from dpa.training.distributed import Ranks, ranks
 from dpa.training.sharded import ShardedOptimizer, exchange, optimizer
 
@@ -72,10 +73,10 @@ class _Run:
         batch = draw(_BATCH, 8, 2), draw(_BATCH, 8, 2), times, draw(_BATCH, 3)
         return [x[self.part].to(self.team.device) for x in batch]
 
-    def backward(self, sample, target, timestep, cond):
+    def backward(self, sample, target, timestep, cond, scaler=None):
         out = self.unet(sample, timestep, None, cond)
         loss = F.mse_loss(out * self.unet.scale.exp() + self.unet.nothing.sum(), target)
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         return loss
 
     def step(self, backwards=1, wait=True, clip=None):
@@ -210,6 +211,69 @@ def check_errors(team, alone):
     assert_close(ours.weights(), before, rtol=0, atol=0)
     ours.step()
     assert not torch.equal(ours.weights()["final_conv.1.weight"], before["final_conv.1.weight"])
+
+
+def check_changed_gradients(team, alone):
+    """In the first step, where nothing has been sent, and after it."""
+    ways = (
+        lambda grads: torch.nn.utils.clip_grads_with_norm_(grads, 1e-3, torch.ones(())),
+        lambda grads: [p.grad.nan_to_num_() for p in grads],
+        lambda grads: [setattr(p, "grad", p.grad * 0.5) for p in grads],
+    )
+    for way, steps in itertools.product(ways, (0, 1)):
+        ours = _Run(team, steps=steps)
+        before = ours.weights()
+        ours.optimizer.zero_grad(set_to_none=True)
+        ours.backward(*ours.batch())
+        way([p for p in ours.unet.parameters() if p.numel()])
+        with pytest.raises(RuntimeError, match="gradients must not change after the backward"):
+            ours.optimizer.step()
+        assert_close(ours.weights(), before, rtol=0, atol=0)
+
+
+def check_grad_scaler(team, alone):
+    """A scaler's step raises, also after unscale_; one that is off changes nothing."""
+    for kind, steps, unscales in itertools.product(
+        (torch.optim.AdamW, torch.optim.SGD), (0, 1), (False, True)
+    ):
+        ours, theirs = _Run(team, kind, steps), _Run(alone, kind, steps)
+        before = ours.weights()
+        scaler = torch.amp.GradScaler(team.device.type, init_scale=256.0)
+        ours.optimizer.zero_grad(set_to_none=True)
+        ours.backward(*ours.batch(), scaler)
+        if unscales:
+            scaler.unscale_(ours.optimizer)
+        with pytest.raises(RuntimeError, match="step must be called by no GradScaler"):
+            scaler.step(ours.optimizer)
+        assert_close(ours.weights(), before, rtol=0, atol=0)
+        theirs.batch()
+        for run in (ours, theirs):
+            off = torch.amp.GradScaler(team.device.type, enabled=False)
+            run.optimizer.zero_grad(set_to_none=True)
+            run.backward(*run.batch())
+            off.step(run.optimizer)
+        _same(ours, theirs)
+
+
+def check_options(team, alone):
+    for name in ("max_norm", "ema", "clear_grads"):
+        for inside in (False, True):
+            options = {name: EMA(torch.nn.Linear(1, 1)) if name == "ema" else True}
+            kind = functools.partial(AdamW, **options) if inside else AdamW
+            with pytest.raises(ValueError, match=f"ShardedOptimizer: {name} must be left to"):
+                team.optimizer(_unet(team.device).parameters(), kind, **({} if inside else options))
+    _same(*(_Run(t, AdamW, 3, max_norm=None, ema=None) for t in (team, alone)))
+    with pytest.raises(TypeError, match="ShardedOptimizer: copies must be made by state_dict"):
+        copy.deepcopy(_Run(team).optimizer)
+
+
+def check_means(team, alone):
+    where = {"device": team.device}
+    middle = (team.count - 1) / 2
+    assert team.mean(torch.tensor(team.rank, **where)) == middle
+    assert_close(team.mean(torch.tensor([team.first], **where)).cpu(), torch.ones(1) / team.count)
+    assert alone.mean(torch.tensor(3, **where)) == 3.0
+    assert team.mean(torch.tensor(float(team.rank), **where)) == middle
 
 
 def check_weights_outlive_the_optimizer(team, alone):

@@ -206,7 +206,8 @@ class AdamW(_OneOp, torch.optim.AdamW):
         maximize: whether steps go up the gradient.
         max_norm: the largest 2-norm of all gradients together; larger ones are scaled, as
             ``torch.nn.utils.clip_grad_norm_`` does. ``grad_norm`` is the last step's, on the
-            device, before the scaling.
+            device, before the scaling. The norm is that of the parameters given: with PyTorch's
+            ``ZeroRedundancyOptimizer`` of each process's own, so clip before the step there.
         ema: the averages that ``step`` moves, as its ``update`` would after the step. That is not
             called any more.
         clear_grads: whether ``step`` leaves zeros in ``grad``, for loops that keep gradients'

@@ -50,7 +50,9 @@ class Ranks:
         return slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of ``value`` over all processes."""
+        """The mean of ``value`` over all processes, of integers too."""
+        if not value.is_floating_point() and not value.is_complex():
+            value = value.to(torch.get_default_dtype())
         if self.count > 1:
             value = value.clone()
             dist.all_reduce(value)
@@ -63,7 +65,7 @@ class Ranks:
         """``kind(params, **options)``, sharded where there are several processes.
 
         Then it is a :class:`ShardedOptimizer`, which exchanges gradients itself: the module needs
-        no :meth:`wrap`.
+        no :meth:`wrap`. It refuses ``max_norm``, ``ema`` and ``clear_grads``.
         """
         if self.count == 1:
             return kind(params, **options)

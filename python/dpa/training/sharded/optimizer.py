@@ -20,6 +20,8 @@ from dpa.training.sharded.layout import Chunk, lay_out
 _CHUNKS = 6
 # Optimizer state of a parameter that is not one value per element.
 _SCALARS = ("step", "mu_product", "eta", "mu")
+# Options of dpa.training.AdamW that need all gradients, or the caller's, and what does it here.
+_OF_WHOLE = {"max_norm": "clip_grad_norm_", "ema": "EMA.update", "clear_grads": "zero_grad"}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -51,17 +53,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: a class whose updates are element by element: ``SGD``, ``Adam``, ``AdamW`` and
             their like.
         group: the processes; by default all.
-        options: the class's own.
+        options: the class's own, but ``max_norm``, ``ema`` and ``clear_grads``:
+            :meth:`clip_grad_norm_`, ``EMA.update`` after ``step`` and ``zero_grad`` do that.
 
     Raises:
-        ValueError: on parameters of several dtypes or devices, frozen ones, and one given twice.
+        ValueError: on parameters of several dtypes or devices, frozen ones, one given twice, and
+            options that it does not support.
         RuntimeError: from ``step``, where a parameter has no gradient or another storage, or
-            gradients were changed after the backward, while they were being sent.
+            gradients were changed after the backward, while they were being sent, and under a
+            ``GradScaler``. Writes that PyTorch does not count are not noticed: through
+            ``grad.data``, and a GradScaler's ``unscale_`` where ``step`` is not called by it.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
     (2020), stage 1.
 
     """
+
+    # A GradScaler then hands over its scale instead of changing gradients, and `step` raises.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -72,6 +81,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **options: Any,
     ):
         plain = optimizer(params, **options)
+        for name, instead in _OF_WHOLE.items():
+            value = getattr(plain, name, None)
+            require(not value, f"ShardedOptimizer: {name}", f"be left to {instead}", value)
         super().__init__(plain.param_groups, plain.defaults)
         self._make = functools.partial(optimizer, **options)
         self._group = group = group or dist.group.WORLD
@@ -100,6 +112,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(functools.partial(_arrived, me, i))
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("ShardedOptimizer: copies must be made by state_dict and load_state_dict")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only the constructor takes parameters."""
         if hasattr(self, "_parameters"):
@@ -113,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Reset the state of a step."""
         self._came: set[int] = set()  # parameters whose gradients are ready
-        self._sent_as: dict[int, tuple[int, int]] = {}  # the identities of gradients sent
+        self._sent_as: dict[int, tuple[int, int]] = {}  # the identities of gradients
         self._sent = 0  # chunks
         self._again = False  # whether a sent gradient has been accumulated again
         self._averaged = False
@@ -127,6 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._again = True
         elif not self._held:
             self._came.add(i)
+            self._sent_as[i] = _identity(self._parameters[i].grad)
         if self._exchange is None or self._again or self._held:
             return
         for number in range(self._sent, len(self._chunks)):
@@ -198,6 +214,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A ``closure`` computes the loss, which is returned, and its gradients, as for any optimizer.
         """
+        own, names = vars(self), ("grad_scale", "found_inf")
+        scaled = [own.pop(name) for name in names if name in own]
+        rule = "be called by no GradScaler (take bfloat16, or DDP)"
+        require(not scaled, "ShardedOptimizer: step", rule, "one", RuntimeError)
         loss = None if closure is None else torch.enable_grad()(closure)()
         with self._on_device():
             exchange = self._send_all()
