@@ -326,6 +326,42 @@ def test_any_parameters(shapes, dtype, split, decay):
     assert_close([p.detach() for p in ours], [p.detach() for p in theirs], **_CLOSE)
 
 
+@pytest.mark.parametrize("where", ["argument", "group", "state"])
+def test_adam_decouples_the_weight_decay_as_pytorch_s(where, device):
+    found = []
+    for kind in (Adam, torch.optim.Adam):
+        model = _model(device)
+        options = {"weight_decay": 0.5, "decoupled_weight_decay": True}
+        if where == "argument":
+            optimizer = kind(model.parameters(), lr=0.1, **options)
+        elif where == "group":
+            optimizer = kind([{"params": model.parameters(), **options}], lr=0.1)
+        else:
+            optimizer = kind(model.parameters())
+            given = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+            optimizer.load_state_dict(given.state_dict())
+        _train(model, optimizer)
+        found.append(model)
+    _equal_models(*found)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'decoupled_weight_decay'"):
+        AdamW(model.parameters(), decoupled_weight_decay=True)
+
+
+def test_groups_are_the_caller_s():
+    """A rate that is set in them counts, as with PyTorch's; a set has no order."""
+    for kind in (AdamW, torch.optim.AdamW):
+        p = torch.nn.Parameter(torch.zeros(1))
+        group = {"params": (p for p in [p]), "lr": 1e-3}
+        optimizer = kind([group])
+        group["lr"] = 1.0
+        assert optimizer.param_groups[0] is group and group["params"] == [p]
+        p.grad = torch.ones(1)
+        optimizer.step()
+        assert_close(p.detach(), -torch.ones(1))
+        with pytest.raises(TypeError, match="ordered collections"):
+            kind([{"params": {p}}])
+
+
 def test_a_closure_is_called(device):
     model = _model(device)
     optimizer, x = AdamW(model.parameters(), lr=0.01), torch.randn(6, 3, 8, device=device)
@@ -358,6 +394,8 @@ def test_what_is_refused():
         AdamW([{"params": [p]}, {"params": [p]}])
     with pytest.raises(ValueError, match="AdamW: amsgrad must be False"):
         AdamW([{"params": [p], "amsgrad": True}])
+    with pytest.raises(ValueError, match="AdamW: weight_decay must be a number, got None"):
+        AdamW([{"params": [p], "weight_decay": None}])
     optimizer = AdamW([p])
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match="AdamW: amsgrad must be False"):

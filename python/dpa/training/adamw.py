@@ -36,6 +36,7 @@ class _OneOp(torch.optim.Optimizer):
         capturable: bool = True,
         differentiable: bool = False,
         fused: bool | None = True,
+        **of_adam: bool,
     ):
         name = type(self).__name__
         self._check_options({"amsgrad": amsgrad, "differentiable": differentiable})
@@ -44,26 +45,28 @@ class _OneOp(torch.optim.Optimizer):
         self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads
         self.grad_norm: Tensor | None = None
         weight_decay = self._WEIGHT_DECAY if weight_decay is None else weight_decay
-        super().__init__(
-            params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
-        )
+        of_adam.update(maximize=maximize, capturable=True, fused=True)
+        super().__init__(params, lr, betas, eps, weight_decay, **of_adam)
         if ema is not None:
             ema.attach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as to any optimizer; a parameter given twice raises."""
-        given = param_group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
-        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-        differ, name = len({id(p) for p in tensors}) == len(tensors), type(self).__name__
-        require(differ, f"{name}: params", "differ", "one twice in a group")
+        params = param_group["params"]
+        if not isinstance(params, Tensor | set):  # PyTorch's refuses a set
+            params = param_group["params"] = list(params)
+            tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+            differ, name = len({id(p) for p in tensors}) == len(tensors), type(self).__name__
+            require(differ, f"{name}: params", "differ", "one twice in a group")
         self._check_options(param_group)
-        super().add_param_group({**param_group, "params": params})
+        super().add_param_group(param_group)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for option in ("amsgrad", "differentiable"):
             name = f"{type(self).__name__}: {option}"
             require(not options.get(option), name, "be False", "True; torch.optim has it")
+        decay = options.get("weight_decay", 0.0)
+        require(decay is not None, f"{type(self).__name__}: weight_decay", "be a number", decay)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("max_norm", "ema", "clear_grads", "grad_norm", "_step_supports_amp_scaling")
@@ -156,7 +159,7 @@ class _OneOp(torch.optim.Optimizer):
             beta2=float(beta2),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
-            decoupled_weight_decay=isinstance(self, torch.optim.AdamW),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
             maximize=group["maximize"],
             clear_grads=self.clear_grads,
             tensor_lr=None if on_host else on_device(lr),
@@ -233,7 +236,7 @@ class Adam(_OneOp, torch.optim.Adam):
     """Adam as :class:`AdamW` has it: the weight decay is added to the gradient.
 
     ``torch.optim.Adam(fused=True)``, which LeRobot's Diffusion Policy trains with. Its weight decay
-    is 0 unless it is given.
+    is 0 unless it is given, and as AdamW's with ``decoupled_weight_decay=True``.
 
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization (2015).
     """
