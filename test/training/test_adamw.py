@@ -326,6 +326,56 @@ def test_any_parameters(shapes, dtype, split, decay):
     assert_close([p.detach() for p in ours], [p.detach() for p in theirs], **_CLOSE)
 
 
+def test_averages_go_on_from_a_distributed_checkpoint(device):
+    """PyTorch makes missing state by a step of zero gradients; as a run without a break."""
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+    def started():
+        model = torch.nn.Linear(3, 2).to(device)
+        ema = EMA(model)
+        return model, AdamW(model.parameters(), lr=0.1, max_norm=1.0, ema=ema), ema
+
+    def train(model, optimizer, seeds):
+        for seed in seeds:
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)).to(device)
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer, ema = started()
+    checkpoint.get_optimizer_state_dict(model, optimizer)  # before the first step
+    assert ema.updates == 0
+    train(model, optimizer, range(5))
+    parts = model.state_dict(), ema.state_dict()
+    parts = copy.deepcopy((*parts, checkpoint.get_optimizer_state_dict(model, optimizer)))
+    again, resumed, averages = started()
+    again.load_state_dict(parts[0])
+    averages.load_state_dict(parts[1])
+    checkpoint.set_optimizer_state_dict(again, resumed, parts[2])
+    assert averages.updates == 5
+    assert_close(averages.averages, ema.averages, rtol=0, atol=0)
+    train(model, optimizer, range(5, 8))
+    train(again, resumed, range(5, 8))
+    assert averages.updates == ema.updates == 8
+    assert_close(averages.averages, ema.averages)
+
+
+def test_a_first_rate_of_zero_is_an_update(device):
+    """As a schedule that warms up begins; the averages are those of PyTorch's AdamW and EMA."""
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        model = _model(device)
+        ema = EMA(model)
+        own = {"ema": ema} if kind is AdamW else {}
+        optimizer = kind(model.parameters(), lr=0.05, **own)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, i / 3))
+        after = [warm_up.step] if own else [warm_up.step, ema.update]
+        _train(model, optimizer, after=lambda after=after: [do() for do in after])
+        found.append((ema.updates, ema.averages))
+    assert found[0][0] == found[1][0] == 5
+    assert_close(found[0][1], found[1][1], **_CLOSE)
+
+
 @pytest.mark.parametrize("where", ["argument", "group", "state"])
 def test_adam_decouples_the_weight_decay_as_pytorch_s(where, device):
     found = []
@@ -360,6 +410,25 @@ def test_groups_are_the_caller_s():
         assert_close(p.detach(), -torch.ones(1))
         with pytest.raises(TypeError, match="ordered collections"):
             kind([{"params": {p}}])
+
+
+def test_a_compiled_step_clips_and_averages(device):
+    """As PyTorch's optimizer, clipping and EMA, called one by one; the norm can be read."""
+    ours, theirs = _model(device), _model(device)
+    mine, other = EMA(ours), EMA(theirs)
+    optimizer = AdamW(ours.parameters(), lr=0.02, max_norm=0.05, ema=mine)
+    plain, norms, expected = torch.optim.AdamW(theirs.parameters(), lr=0.02), [], []
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    _train(ours, optimizer, after=lambda: norms.append(optimizer.grad_norm))
+
+    def clip():
+        expected.append(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05))
+
+    _train(theirs, plain, before=clip, after=other.update)
+    _equal_models(ours, theirs)
+    assert_close(norms, expected)
+    assert mine.updates == 5
+    assert_close(mine.averages, other.averages, **_CLOSE)
 
 
 def test_a_closure_is_called(device):

@@ -43,12 +43,17 @@ class _OneOp(torch.optim.Optimizer):
         require(max_norm is None or max_norm > 0, f"{name}: max_norm", "be above 0", max_norm)
         require(isinstance(ema, EMA | None), f"{name}: ema", "be a dpa.training.EMA", type(ema))
         self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads
-        self.grad_norm: Tensor | None = None
+        self._norms: dict[str, Tensor] = {}  # torch.compile lets no attribute be set in a step
         weight_decay = self._WEIGHT_DECAY if weight_decay is None else weight_decay
         of_adam.update(maximize=maximize, capturable=True, fused=True)
         super().__init__(params, lr, betas, eps, weight_decay, **of_adam)
         if ema is not None:
             ema.attach()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last step's gradients, where there is a ``max_norm``."""
+        return self._norms.get("last")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as to any optimizer; a parameter given twice raises."""
@@ -69,7 +74,7 @@ class _OneOp(torch.optim.Optimizer):
         require(decay is not None, f"{type(self).__name__}: weight_decay", "be a number", decay)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("max_norm", "ema", "clear_grads", "grad_norm", "_step_supports_amp_scaling")
+        own = ("max_norm", "ema", "clear_grads", "_norms", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,14 +104,26 @@ class _OneOp(torch.optim.Optimizer):
         name, got = type(self).__name__, ", ".join(map(str, layouts))
         require(not layouts, f"{name}: gradients", "be dense", got, RuntimeError)
         coefficient = self._clip_coefficient()
-        averages = {} if self.ema is None else self.ema.averaged()
+        ema = None if self.ema is None or self._only_makes_state() else self.ema
+        averages = {} if ema is None else ema.averaged()
         for group in self.param_groups:
             self._check_options(group)
             for call in self._calls(group, averages).values():
                 self._run(group, call, coefficient)
-        if self.ema is not None:
-            self.ema.finish_update(self._trained())
+        if ema is not None:
+            ema.finish_update(self._trained())
         return loss
+
+    def _only_makes_state(self) -> bool:
+        """Whether a step moves nothing: a first one at a rate of 0, of gradients that are 0.
+
+        ``torch.distributed.checkpoint.state_dict`` makes it before it loads or returns a state.
+        """
+        if self.state or not (grads := [p.grad for p in self._trained()]):
+            return False
+        if any(g.is_cuda for g in grads) and torch.cuda.is_current_stream_capturing():
+            return False
+        return not any(group["lr"] for group in self.param_groups) and not _total_norm(grads)
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -116,13 +133,11 @@ class _OneOp(torch.optim.Optimizer):
         grads = [p.grad for p in self._trained()]
         if self.max_norm is None or not grads:
             return None
-        norm = torch.nn.utils.get_total_norm(grads)
-        if hasattr(norm, "full_tensor"):  # a DTensor: over all ranks
-            norm = norm.full_tensor()
+        norm = _total_norm(grads)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         if (scale := getattr(self, "grad_scale", None)) is not None:
             norm = norm / scale.to(norm.device)
-        self.grad_norm = norm
+        self._norms["last"] = norm
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def _calls(self, group: dict[str, Any], averages: dict[int, Tensor]) -> dict[Any, _Call]:
@@ -169,6 +184,11 @@ class _OneOp(torch.optim.Optimizer):
             updates=on_device(self.ema.count, torch.int64) if call[4] else None,
             ema_schedule=self.ema.schedule if call[4] else [],
         )
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(grads)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors: all ranks'
 
 
 class AdamW(_OneOp, torch.optim.AdamW):
