@@ -1,9 +1,12 @@
 """The U-Net whose layers are changed, replaced or hooked: the changes count."""
 
+import copy
+
 import pytest
 import torch
 from test_unet1d import CONFIGS, make, make_inputs
 from tolerances import tolerance
+from torch.utils.flop_counter import FlopCounterMode
 
 import dpa
 from dpa.nn import Conv1dBlock, plain, unet1d
@@ -299,6 +302,54 @@ def test_changed_parts_count(change, joint, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(net, backend="eager", fullgraph=True)(**inputs)
     torch.testing.assert_close(compiled, got, **tolerance(torch.float32))
+
+
+def _hook_on_all(net):
+    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+def _hook_on_the_whole_encoder(net):
+    return net.diffusion_step_encoder.register_forward_hook(lambda *_: None)
+
+
+class _Counted(FlopCounterMode):
+    """A FlopCounterMode from when it is made until it is removed."""
+
+    def __init__(self, net):
+        super().__init__(display=False)
+        self.__enter__()
+
+    def remove(self):
+        self.__exit__(None, None, None)
+        assert self.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("watch", [_hook_on_all, _hook_on_the_whole_encoder, _Counted])
+def test_a_watched_network_of_another_dtype_answers(watch, dtype, accelerated):
+    """Values and gradients as the plain network's that nobody watches; the sinusoid is float32."""
+    net, inputs = make_one_level()
+    plain_net = dpa.reference.plain(net).to(dtype)
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    if accelerated:
+        net = dpa.accelerate(copy.deepcopy(plain_net))
+        net(**inputs)
+    net.to(dtype)
+
+    def passed(net):
+        out = net(**inputs)
+        return out, *torch.autograd.grad(out.double().square().mean(), list(net.parameters()))
+
+    expected = passed(plain_net)
+    handle = watch(net)
+    try:
+        got = passed(net)
+    finally:
+        handle.remove()
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == dtype
+        assert (x - y).norm() <= {torch.float64: 1e-10}.get(dtype, 0.05) * y.norm()
 
 
 def _silu(net):

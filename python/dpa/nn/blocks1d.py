@@ -6,10 +6,13 @@ Like the network they compile with ``torch.jit.script``, ``torch.export`` and
 
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dpa.library.checks import require
 from dpa.nn.plain import PlainLayers, is_changed, is_exporting, scriptable, sequential
@@ -284,6 +287,18 @@ class Upsample1d(_Resample1d):
 
     def __init__(self, dim: int):
         super().__init__(ConvTranspose1d(dim, dim, 4, stride=2, padding=1))
+
+
+class InputsAsWeights(TorchFunctionMode):
+    """Where it is entered, linear layers take their inputs in the dtype of their weights."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of PyTorch."""
+        if func is F.linear and len(args) > 1:
+            args = (args[0].to(args[1].dtype), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 class SinusoidalPosEmb(nn.Module):

@@ -24,6 +24,7 @@ from dpa.nn.blocks1d import (
     Conv1d,
     Conv1dBlock,
     Downsample1d,
+    InputsAsWeights,
     SinusoidalPosEmb,
     Upsample1d,
     channels_last,
@@ -291,7 +292,7 @@ class ConditionalUnet1D(nn.Module):
         embedding: Tensor | None = None
         if not torch.jit.is_scripting():
             if self._has_another_encoder():
-                embedding = encoder(steps)
+                embedding = self._embed_by_calling(steps)
             elif fast:
                 embedding = self._embed_by_joint_linear(steps)
         if embedding is None:
@@ -302,6 +303,12 @@ class ConditionalUnet1D(nn.Module):
             sinusoid = encoder[0](steps).to(dtype)
             embedding = encoder[3](encoder[2](encoder[1](sinusoid)))
         return embedding.expand(sample.shape[0], -1)
+
+    @torch.jit.unused
+    def _embed_by_calling(self, steps: Tensor) -> Tensor:
+        """Call the encoder as a whole: its sinusoid is float32, whatever its weights are."""
+        with InputsAsWeights():
+            return self.diffusion_step_encoder(steps)
 
     @torch.jit.unused
     def _embed_by_joint_linear(self, steps: Tensor) -> Tensor | None:
