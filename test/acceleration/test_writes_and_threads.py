@@ -259,6 +259,28 @@ def test_checked_weights_show_a_write_of_one_element(device):
         dpa.accelerate(plain, weights="sometimes")
 
 
+@pytest.mark.parametrize(
+    ("kind", "weights"), [(torch.optim.Adam, "checked"), (dpa.training.Adam, "tracked")]
+)
+def test_checked_weights_show_a_fused_step_of_one_element(kind, weights, device):
+    """PyTorch's fused optimizers count in no version, dpa's do."""
+    torch.manual_seed(0)
+    shape = {"global_cond_dim": 3, "diffusion_step_embed_dim": 16, "down_dims": (64, 128)}
+    net = dpa.reference.plain(dpa.nn.ConditionalUnet1D(2, **shape)).to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(net), weights=weights)
+    inputs = torch.randn(1, 8, 2, device=device), 3, None, torch.randn(1, 3, device=device)
+    with torch.no_grad():
+        before = [fast(*inputs) for _ in range(3)][-1]
+        for each in (net, fast):
+            weight = each.mid_modules[0].blocks[0].block[0].weight
+            weight.grad = torch.zeros_like(weight)
+            weight.grad[5, 7, 1] = 1.0
+            kind([weight], lr=3.0, fused=True).step()
+        want, got = net(*inputs), fast(*inputs)
+    assert (want - before).norm() > 0.05 * before.norm()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 class Guided(OriginalPolicy):
     """A loop with an argument and an attribute of its own."""
 
