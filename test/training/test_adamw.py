@@ -1,6 +1,7 @@
 """dpa.training.AdamW and Adam: PyTorch's optimizers, clipping and EMA, in one op."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -164,7 +165,7 @@ def test_copies_and_pickles_go_on(device):
         again.param_groups[0]["params"][0].grad = torch.ones_like(before)
         again.step()
         assert not torch.equal(again.param_groups[0]["params"][0], before)
-        assert again.ema.updates == 4
+        assert again.ema.updates == 4 and again.ema.attached
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 0.05, 100.0])
@@ -230,13 +231,28 @@ def test_averages_follow_diffusion_policy_s_model(device):
 
 
 def test_averages_have_one_owner(device):
-    model = _model(device)
-    ema = EMA(model)
-    AdamW(model.parameters(), ema=ema)
+    """As long as there is one; then another goes on, or ``update``, as if it were one run."""
+    ours, theirs = _model(device), _model(device)
+    ema, expected = EMA(ours), EMA(theirs)
+    optimizer = AdamW(ours.parameters(), ema=ema)
     with pytest.raises(RuntimeError, match="EMA: update must be left to the optimizer"):
         ema.update()
     with pytest.raises(ValueError, match="EMA: averages must have one optimizer"):
-        AdamW(model.parameters(), ema=ema)
+        AdamW(ours.parameters(), ema=ema)
+    for lr in (1e-3, 0.1):
+        if lr == 0.1:
+            optimizer = None
+            gc.collect()
+            optimizer = AdamW(ours.parameters(), lr=lr, ema=ema)
+        _train(ours, optimizer, 4)
+        plain = torch.optim.AdamW(theirs.parameters(), lr=lr)
+        _train(theirs, plain, 4, after=expected.update)
+    optimizer = None
+    gc.collect()
+    ema.update()
+    expected.update()
+    assert ema.updates == expected.updates == 9
+    assert_close(ema.averages, expected.averages, **_CLOSE)
 
 
 def test_16_bit_parameters_have_float32_averages(device):

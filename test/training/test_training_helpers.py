@@ -195,6 +195,9 @@ def test_a_graphed_step_without_warm_up_is_refused():
         GraphedStep(None)
     with pytest.raises(ValueError, match="GraphedStep: warmup must be at least 1, got 0"):
         GraphedStep(print, warmup=0)
+    for batch in ([{"x": torch.ones(1)}], [[torch.ones(1)]], [None], [3], [torch.ones(1), 3]):
+        with pytest.raises(TypeError, match="GraphedStep: batch must be tensors, got "):
+            GraphedStep(lambda *batch: batch)(*batch)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16 with a GradScaler"])

@@ -48,7 +48,7 @@ class _OneOp(torch.optim.Optimizer):
         of_adam.update(maximize=maximize, capturable=True, fused=True)
         super().__init__(params, lr, betas, eps, weight_decay, **of_adam)
         if ema is not None:
-            ema.attach()
+            ema.attach(self)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -79,6 +79,8 @@ class _OneOp(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.ema is not None and not self.ema.attached:
+            self.ema.attach(self)
         # The state of another kind of AdamW counts steps on the host.
         for group in self.param_groups:
             group.update(foreach=None, capturable=True, differentiable=False, fused=True)

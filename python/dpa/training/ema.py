@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,7 +86,11 @@ class EMA:
         self._updates = 0
         # Of the updates, where an optimizer makes them: int64 on the device of the averages.
         self.count: Tensor | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.averages = [self._copy(parameter) for parameter in _parameters(model)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_optimizer": None}  # a copied optimizer attaches its own averages
 
     @staticmethod
     def _copy(parameter: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the model; call it after the optimizer's step."""
-        if self.count is not None:
+        if self.attached:
             raise RuntimeError("EMA: update must be left to the optimizer that these averages have")
         averaged, copied = self._parts()
         if averaged:
@@ -146,11 +151,17 @@ class EMA:
         self._check_shapes("model", list(map(local, found)))
         return found
 
-    def attach(self) -> None:
+    @property
+    def attached(self) -> bool:
+        """Whether an optimizer makes the updates, as long as there is one."""
+        return self._optimizer is not None and self._optimizer() is not None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Count updates on the device: an optimizer's step makes them from now on."""
-        require(self.count is None, "EMA: averages", "have one optimizer", "a second one")
+        require(not self.attached, "EMA: averages", "have one optimizer", "a second one")
         device = self.averages[0].device if self.averages else "cpu"
-        self.count = torch.tensor(self._updates, device=device)
+        self.count = torch.tensor(self.updates, device=device)
+        self._optimizer = weakref.ref(optimizer)
 
     def averaged(self) -> dict[int, Tensor]:
         """The averages that an optimizer's op may move, by the identities of their parameters."""

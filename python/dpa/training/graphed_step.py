@@ -40,6 +40,7 @@ class GraphedStep:
         warmup: calls before the capture; 11 under DDP.
 
     Raises:
+        TypeError: on a batch that is not of tensors.
         ValueError: on a batch whose shapes or dtypes are not those of the captured one.
 
     """
@@ -60,6 +61,9 @@ class GraphedStep:
 
     def __call__(self, *batch: Tensor) -> Any:
         """Run the step on tensors of a CUDA device; the result is a copy that the caller owns."""
+        got = ", ".join(type(x).__name__ for x in batch)
+        plain = all(isinstance(x, Tensor) for x in batch)
+        require(plain, "GraphedStep: batch", "be tensors", got, TypeError)
         self.calls += 1
         if not batch or not batch[0].is_cuda:
             return self.step(*batch)
