@@ -217,3 +217,15 @@ def test_states_of_other_batches():
     for batch in (1, 3):
         observed = state("cpu", batch)
         same_results(plain, fast, lambda policy, x=observed: policy.act(x))
+
+
+def test_a_streaming_policy_refuses_another_batch_than_its_buffers(device):
+    """The sampler alone would stretch one observation over the two chunks."""
+    make, method, observe, _ = CASES["streaming_inpainting"]
+    policy, observation = make().to(device).eval(), observe(device)
+    dpa.accelerate(policy)
+    with torch.no_grad():
+        for _ in range(2):
+            getattr(policy, method)(observation)
+        with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+            getattr(policy, method)({name: value[:1] for name, value in observation.items()})

@@ -1,11 +1,21 @@
 """What the code of users' subclasses reads counts, wherever it is held, and changes later."""
 
 import copy
+import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from policies import OriginalPolicy, call_of, diffusers, original_policy, sampled
+from policies import (
+    OriginalPolicy,
+    call_of,
+    diffusers,
+    lerobot_policy,
+    observations,
+    original_policy,
+    sampled,
+)
 from torch import nn
 
 import dpa
@@ -211,3 +221,51 @@ def test_what_is_known_needs_no_comparison():
     sampled(policy, call)
     route = vars(policy)["conditional_sample"]._routes[0]
     assert not any(one.read_beside for one in (*route.snapshots, route.network.tracker))
+
+
+class Draws(OriginalPolicy):
+    """Its code takes random numbers of the global stream, whatever generator it is given."""
+
+    def predict(self, *given, **conditions):
+        torch.rand((), device=given[0].device)
+        return super().predict(*given, **conditions)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+def test_a_loop_that_draws_beside_its_generator_runs_as_it_is(kind, others, device):
+    """A comparison on a private generator agrees, and would leave the shared one behind."""
+    policy = original_policy(device, kind)
+    policy.__class__ = Draws
+    plain, call = copy.deepcopy(policy), call_of(device)
+    dpa.accelerate(policy)
+    done = threading.Event()
+    waiting = [threading.Thread(target=done.wait) for _ in range(others)]
+    for thread in waiting:
+        thread.start()
+    try:
+        for number in range(3):
+            found = []
+            for each in (policy, plain):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)
+                    actions = sampled(each, call)
+                found.append((actions, torch.rand(4, device=device)))
+            torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+            if number > 0 or not others:  # the first call does not know who else has drawn
+                assert torch.equal(found[0][1], found[1][1])
+    finally:
+        done.set()
+    assert "unchanged: takes other random numbers" in str(dpa.explain(policy))
+
+
+def test_an_input_of_another_dtype_is_refused_as_before(device):
+    """The first call of a dtype is the original's, whose layers say what they do not take."""
+    policy = lerobot_policy(device, n_obs_steps=1)
+    dpa.accelerate(policy)
+    for observation in observations(2, device):
+        policy.reset()
+        policy.select_action(observation)
+    policy.reset()
+    with pytest.raises(RuntimeError, match="dtype"):
+        policy.select_action({name: x.double() for name, x in observation.items()})

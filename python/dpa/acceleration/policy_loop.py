@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -167,7 +167,7 @@ class FastLoop(Replacement):
         forward = self._forward(modules)
         if forward is not route.forward or not self.shadow.passed(route):
             return False
-        return self._holds(route, (*_arithmetic(forward), route.kind[-1]))
+        return self._holds(route, (*_arithmetic(forward), *route.kind[-2:]))
 
     def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
@@ -302,7 +302,7 @@ class FastLoop(Replacement):
             options["nested"] = True
         if call.condition_data is None:
             options |= {"horizon": call.shape[1], "action_dim": call.shape[2]}
-        kind = (*_arithmetic(forward), options)
+        kind = (*_arithmetic(forward), _dtypes(call), options)
         for place, route in enumerate(self._routes):
             if route.forward is forward and self._holds(route, kind):
                 if place:
@@ -377,6 +377,14 @@ class FastLoop(Replacement):
         batches = [len(x) for x in given if isinstance(x, Tensor) and x.dim() > 1]
         # A condition of one sample serves a batch of a sampler, and none of an original.
         return call if all(call.shape[0] in (None, batch) for batch in batches) else None
+
+
+def _dtypes(call: LoopCall) -> list[torch.dtype]:
+    """Return what the network's inputs are in: the original may refuse one that dpa would cast."""
+    leaves: list[Any] = []
+    for value in call.conditions.values():
+        leaves += value.values() if isinstance(value, Mapping) else [value]
+    return [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpa.library.checks import require
 from dpa.packed.agreement import proves, relative_error
@@ -67,6 +69,22 @@ def say_fallback(what: str, why: str, fallback: bool) -> None:
 def tensors_of(result: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class _Draws(TorchDispatchMode):
+    """Whether this thread may draw random numbers from a stream that others use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.from_shared = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.from_shared |= draws and kwargs.get("generator") is None
+        return func(*args, **kwargs)
 
 
 @dataclass
@@ -152,17 +170,23 @@ class ShadowRun:
         stamp = weights()
         before = None if stream is None else stream.get_state()
         expected = original(None)
+        after = None if stream is None else stream.get_state()
         if not (tells(expected) if tells else all(map(proves, parts(expected)))):
             return expected  # and the next call is the first
         try:
-            error = _error(expected, replacement, stream, before, parts)
+            error = _error(expected, replacement, stream, before, after, parts)
             if error is None and private:
                 own = torch.Generator(stream.device)
                 own.set_state(before)
                 shared = stream.get_state()
-                error = _error(original(own), replacement, own, before, parts)
-                # Where the shared one moved, others used it, or this loop does all the same.
-                private = torch.equal(shared, stream.get_state())
+                with _Draws() as draws:
+                    again = original(own)
+                error = _error(again, replacement, own, before, own.get_state(), parts)
+                # Beside the generator that it is given. Attention may draw, and does not here.
+                if draws.from_shared and not torch.equal(shared, stream.get_state()):
+                    error = None
+                    if threading.active_count() == 1:
+                        stream.set_state(after)
         except (RuntimeError, ValueError) as problem:
             if weights() != stamp:
                 return expected
@@ -197,12 +221,12 @@ def _error(
     replacement: Run,
     stream: torch.Generator | None,
     before: Tensor | None,
+    after: Tensor | None,
     parts: Callable[[Any], Sequence[Tensor]],
 ) -> float | None:
     """Return how far the replacement is off; None where the two used different random numbers."""
     own = None
     if stream is not None:
-        after = stream.get_state()
         own = torch.Generator(stream.device)
         own.set_state(before)
     pairs = zip(parts(replacement(own)), parts(expected), strict=True)

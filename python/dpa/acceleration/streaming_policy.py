@@ -35,6 +35,8 @@ def _begin(
     steps, buffer = policy.buffer_diff_steps, policy.action_buffer
     if generator is not None or not isinstance(steps, Tensor) or not isinstance(buffer, Tensor):
         return None  # noise is appended from another stream; an empty buffer is an error
+    if buffer.shape != condition_data.shape:
+        return None  # the original says what is wrong
     _move_constants(policy.noise_scheduler, buffer)
     clean = policy.n_obs_steps - 1 + policy.n_action_steps - 1
     conditions = {"local_cond": local_cond, "global_cond": global_cond, "timestep": steps}
