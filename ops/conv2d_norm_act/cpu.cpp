@@ -2,11 +2,13 @@
 // GroupNorm, one that takes the statistics. 16-bit numbers are widened: nothing is rounded before the end.
 //
 // A weight in oneDNN's own order (`Tensor.to_mkldnn`, or torch.ops.mkldnn._reorder_convolution_weight for known sizes)
-// spares oneDNN reordering it in every call. Bias, residual sum and ReLU then are the convolution's post-ops.
+// spares oneDNN reordering it in every call. Bias and residual sum then are the convolution's post-ops; ReLU is not, for
+// oneDNN's makes zeros of what is no number.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
 #include <ATen/ops/convolution.h>
+#include <ATen/ops/relu.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -24,7 +26,7 @@ using Scalars = c10::List<std::optional<at::Scalar>>;
 using Name = std::string_view;
 using OptionalName = std::optional<std::string_view>;
 
-/// oneDNN's convolution of a weight in its own order, with a unary post-op, or with a sum before that.
+/// oneDNN's convolution of a weight in its own order, by itself or with a sum.
 constexpr Op<"mkldnn::_convolution_pointwise",
              Tensor(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Ints padding, Ints stride,
                     Ints dilation, int64_t groups, Name unary, Scalars scalars, OptionalName algorithm)>
@@ -148,7 +150,7 @@ Tensor conv2d_norm_act_mkldnn(const Tensor& input, const Tensor& weight, const O
             "weight in oneDNN's order must come with a strided input in float32", input.layout(), " input in ",
             input.scalar_type());
   check_conv2d_norm_act(input, weight, bias, scale, shift, residual, num_groups, eps, stride, padding);
-  const bool plain = num_groups == 0 && !scale.has_value();  // post-ops say it all
+  const bool plain = num_groups == 0 && !scale.has_value();  // post-ops say all but ReLU
   const int64_t strides[] = {stride, stride}, paddings[] = {padding, padding}, dilations[] = {1, 1};
   const auto x = image_in_order(input, true);
   const auto start = plain && !bias.has_value() ? shift : bias;
@@ -156,15 +158,16 @@ Tensor conv2d_norm_act_mkldnn(const Tensor& input, const Tensor& weight, const O
   Tensor y;
   if (plain && residual.has_value() && (shifted || !shift.has_value())) {
     y = mkldnn_convolution_sum(x, image_in_order(*residual, true), weight, start, paddings, strides, dilations, 1,
-                               "add", 1.0, relu ? OptionalName("relu") : std::nullopt, Scalars(), "");
+                               "add", 1.0, std::nullopt, Scalars(), "");
+    if (relu) at::relu_(y);
     return image_in_order(y, is_channels_last_image(input));
   }
-  const bool last = plain && (shifted || !shift.has_value());
-  y = mkldnn_convolution(x, weight, start, paddings, strides, dilations, 1, last && relu ? "relu" : "none", Scalars(),
-                         "");
-  if (!last) {
+  y = mkldnn_convolution(x, weight, start, paddings, strides, dilations, 1, "none", Scalars(), "");
+  if (!plain || (shift.has_value() && !shifted)) {
     y = image_in_order(y, true);
     follow_in_place(y, scale, shift, residual, num_groups, eps, relu);
+  } else if (relu) {
+    at::relu_(y);
   }
   return image_in_order(y, is_channels_last_image(input));
 }

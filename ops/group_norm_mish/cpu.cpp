@@ -137,10 +137,10 @@ void backward_task(const Arguments<T>& args, int64_t task, const T* grad, A* scr
     for (int64_t i = c * inner; i < (c + 1) * inner; ++i) u[i] = x[i] * weight + bias;
   }
   mish_and_slope(u, value, slope, n);
-  A sum = 0, dot = 0;  // of the normalised input's gradient, and of it times the normalised input
+  double sum = 0, dot = 0;  // of the normalised input's gradient, and of it times the normalised input
   for (int64_t c = 0; c < args.group_channels; ++c) {
     const A weight = value_or(args.weight, first + c, A(1)), scale = value_or(args.scale, film + first + c, A(1));
-    A grad_weight = 0, grad_bias = 0, grad_scale = 0, grad_shift = 0;
+    double grad_weight = 0, grad_bias = 0, grad_scale = 0, grad_shift = 0;
     for (int64_t i = c * inner; i < (c + 1) * inner; ++i) {
       const A g = grad[task * n + i];
       const A grad_u = g * scale * slope[i];
@@ -153,11 +153,11 @@ void backward_task(const Arguments<T>& args, int64_t task, const T* grad, A* scr
     sum += grad_bias * weight;
     dot += grad_weight * weight;
     const int64_t channel = film + first + c;
-    to.weight[channel] = grad_weight, to.bias[channel] = grad_bias;
-    to.scale[channel] = grad_scale, to.shift[channel] = grad_shift;
+    to.weight[channel] = static_cast<A>(grad_weight), to.bias[channel] = static_cast<A>(grad_bias);
+    to.scale[channel] = static_cast<A>(grad_scale), to.shift[channel] = static_cast<A>(grad_shift);
   }
   if (!to.input) return;
-  const A mean = sum / n, slant = dot / n;
+  const A mean = static_cast<A>(sum / n), slant = static_cast<A>(dot / n);
   for (int64_t i = 0; i < n; ++i) to.input[task * n + i] = static_cast<T>(rstd * (u[i] - mean - x[i] * slant));
 }
 

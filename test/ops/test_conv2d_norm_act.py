@@ -177,6 +177,10 @@ def test_a_weight_in_onednns_order(groups, given, residual):
         )
         assert got.is_contiguous(memory_format=order)
         assert_close(got, want, **tolerance(torch.float32))
+    x[0, 0, 0, 0], x[1, 1, 4, 4] = torch.nan, torch.inf
+    want = torch.ops.dpa.conv2d_norm_act(x, weight, *chosen[given], *rest)
+    got = torch.ops.dpa.conv2d_norm_act(x, packed, *chosen[given], *rest)
+    assert_close(got, want, equal_nan=True, **tolerance(torch.float32))
     with pytest.raises(RuntimeError, match=r"in oneDNN's order must come with .* Double"):
         torch.ops.dpa.conv2d_norm_act(x.double(), packed)
 

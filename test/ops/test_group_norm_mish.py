@@ -231,6 +231,14 @@ def test_large_group(device):
     torch.testing.assert_close(torch.ops.dpa.group_norm_mish(x, 2), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_gradients_of_a_large_group_are_summed_in_float64():
+    """Sequential sums in float32 stop at 2^24 ones."""
+    n = 2**24 + 2**20
+    x, shift = torch.randn(1, 1, n), torch.zeros(1, 1, requires_grad=True)
+    torch.ops.dpa.group_norm_mish(x, 1, None, None, 1e-5, None, shift).sum().backward()
+    assert shift.grad.item() == n
+
+
 def test_nan_and_infinity_stay_in_their_group(device):
     for bad in (float("nan"), float("inf")):
         x = torch.randn(2, 8, 5, device=device)
