@@ -181,10 +181,11 @@ class ShadowRun:
                 shared = stream.get_state()
                 with _Draws() as draws:
                     again = original(own)
-                error = _error(again, replacement, own, before, own.get_state(), parts)
-                # Beside the generator that it is given. Attention may draw, and does not here.
+                used = own.get_state()
+                error = _error(again, replacement, own, before, used, parts)
+                # Beside the generator that it is given, or instead. Attention may, and does not.
                 if draws.from_shared and not torch.equal(shared, stream.get_state()):
-                    error = None
+                    error, private = None, not torch.equal(used, before)
                     if threading.active_count() == 1:
                         stream.set_state(after)
         except (RuntimeError, ValueError) as problem:
