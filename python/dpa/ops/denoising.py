@@ -40,8 +40,9 @@ def denoise(
         diffusion_noise: shaped as ``sample``, standard normal.
 
     Returns:
-        The sample one timestep earlier, in the shape and dtype of ``sample``. Differentiable in
-        every floating argument; the gradient through x0 is zero where the clamp is active.
+        The sample one timestep earlier, in the shape and dtype of ``sample``, float32 under
+        autocast. Differentiable in every floating argument; the gradient through x0 is zero where
+        the clamp is active.
 
     Source: Ho et al., Denoising Diffusion Probabilistic Models (2020), equations 7 and 11.
 
@@ -78,8 +79,9 @@ def scheduler_step(
         clip: bound of the predicted x0; infinity turns clipping off.
 
     Returns:
-        The sample after the step, in the shape and dtype of ``sample``. Differentiable in every
-        floating tensor; the gradient through x0 is zero where the clamp is active.
+        The sample after the step, in the shape and dtype of ``sample``, float32 under autocast.
+        Differentiable in every floating tensor; the gradient through x0 is zero where the clamp is
+        active.
 
     Sources: Ho et al., Denoising Diffusion Probabilistic Models (2020); Song et al., Denoising
     Diffusion Implicit Models (2020), equation 12.

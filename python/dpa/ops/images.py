@@ -206,7 +206,7 @@ def resize_crop_normalize(
         std: (C,), likewise, or None for 1.
         antialias: whether a smaller image is smoothed, as torchvision does by default.
         hwc: whether the channels come last in the shape of ``image``.
-        dtype: of the result; None is the image's, and float32 for uint8.
+        dtype: of the result; None is the image's, and float32 for uint8 and under autocast.
 
     Returns:
         (B, C, height, width), channels-last in memory. Differentiable in ``image``, where that is
