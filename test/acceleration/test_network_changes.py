@@ -4,6 +4,7 @@ import copy
 import pickle
 import types
 import warnings
+from collections import OrderedDict
 
 import near_copies
 import pytest
@@ -536,11 +537,43 @@ def test_without_fallback_everything_is_fused_or_raises():
         with pytest.raises(RuntimeError, match=r"cannot be accelerated: .*thresholding"):
             sampled(fast, call)
     fast = dpa.accelerate(original_policy("cpu"), fallback=False, tolerance=1e-12)
-    for _ in range(2):
+    for _ in range(4):  # the loop's comparison, then the network's
         with pytest.raises(
             RuntimeError, match=r"differs .* more than 1e-12, and fallback is False"
         ):
             sampled(fast, call)
+    fast = dpa.accelerate(original_policy("cpu"), fallback=False)
+    sampled(fast, call)
+    fast.model.mid_modules[0].blocks[0].block[2] = nn.SiLU()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"has changed: .* and fallback is False"):
+            sampled(fast, call)
+
+
+def test_hooks_in_dictionaries_that_were_replaced():
+    """Who removes all hooks of a network puts an empty dictionary in the place of each."""
+    unet, inputs = unet_and_inputs()
+    dpa.accelerate(unet)
+    with torch.no_grad():
+        for _ in range(2):
+            before = unet(*inputs)
+        for module in unet.modules():
+            module._forward_hooks = OrderedDict()
+        unet.final_conv[1].register_forward_hook(lambda module, given, result: 2 * result)
+        torch.testing.assert_close(unet(*inputs), 2 * before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_parameter_of_another_shape_is_not_packed_as_zeros():
+    unet, inputs = unet_and_inputs()
+    dpa.accelerate(unet)
+    plain = dpa.restore(copy.deepcopy(unet))
+    with torch.no_grad():
+        for _ in range(2):
+            unet(*inputs)
+        for each in (unet, plain):
+            each.mid_modules[0].cond_encoder[1].bias = nn.Parameter(torch.ones(1))
+        with pytest.warns(RuntimeWarning, match="has changed: .*cond_encoder.1.bias"):
+            torch.testing.assert_close(unet(*inputs), plain(*inputs), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """What the code of users' subclasses reads counts, wherever it is held, and changes later."""
 
 import copy
-import threading
 import warnings
 from types import SimpleNamespace
 
@@ -223,7 +222,7 @@ def test_what_is_known_needs_no_comparison():
     assert not any(one.read_beside for one in (*route.snapshots, route.network.tracker))
 
 
-class Draws(OriginalPolicy):
+class UsesTheGlobalStream(OriginalPolicy):
     """Its code takes random numbers of the global stream, whatever generator it is given."""
 
     def predict(self, *given, **conditions):
@@ -231,31 +230,23 @@ class Draws(OriginalPolicy):
         return super().predict(*given, **conditions)
 
 
-@pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
-def test_a_loop_that_draws_beside_its_generator_runs_as_it_is(kind, others, device):
+def test_a_loop_that_uses_another_stream_than_its_generator_runs_as_it_is(kind, device):
     """A comparison on a private generator agrees, and would leave the shared one behind."""
     policy = original_policy(device, kind)
-    policy.__class__ = Draws
+    policy.__class__ = UsesTheGlobalStream
     plain, call = copy.deepcopy(policy), call_of(device)
     dpa.accelerate(policy)
-    done = threading.Event()
-    waiting = [threading.Thread(target=done.wait) for _ in range(others)]
-    for thread in waiting:
-        thread.start()
-    try:
-        for number in range(3):
-            found = []
-            for each in (policy, plain):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                    actions = sampled(each, call)
-                found.append((actions, torch.rand(4, device=device)))
-            torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
-            if number > 0 or not others:  # the first call does not know who else has drawn
-                assert torch.equal(found[0][1], found[1][1])
-    finally:
-        done.set()
+    for number in range(3):
+        found = []
+        for each in (policy, plain):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                actions = sampled(each, call)
+            found.append((actions, torch.rand(4, device=device)))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+        if number > 0:  # the first call does not know who else has used it
+            assert torch.equal(found[0][1], found[1][1])
     assert "unchanged: takes other random numbers" in str(dpa.explain(policy))
 
 
@@ -269,3 +260,83 @@ def test_an_input_of_another_dtype_is_refused_as_before(device):
     policy.reset()
     with pytest.raises(RuntimeError, match="dtype"):
         policy.select_action({name: x.double() for name, x in observation.items()})
+
+
+class Clamps(OriginalPolicy):
+    def conditional_sample(
+        self,
+        condition_data,
+        condition_mask,
+        local_cond=None,
+        global_cond=None,
+        generator=None,
+        **options,
+    ):
+        given = condition_data, condition_mask, local_cond, global_cond, generator
+        return super().conditional_sample(*given, **options).clamp(-2, 2)
+
+
+class ClampsByName(OriginalPolicy):
+    def conditional_sample(
+        self,
+        condition_data,
+        condition_mask,
+        local_cond=None,
+        global_cond=None,
+        generator=None,
+        **options,
+    ):
+        given = condition_data, condition_mask, local_cond, global_cond, generator
+        again = lambda: OriginalPolicy.conditional_sample(self, *given, **options)  # noqa: E731
+        return again().clip(-2, 2)
+
+
+class ClampsInside(OriginalPolicy):
+    def predict(self, *given, **named):
+        return super().predict(*given, **named).clamp(-2, 2)
+
+
+class Raises(OriginalPolicy):
+    def conditional_sample(
+        self,
+        condition_data,
+        condition_mask,
+        local_cond=None,
+        global_cond=None,
+        generator=None,
+        **options,
+    ):
+        if global_cond.abs().max() > 100:
+            raise ValueError("a wild observation")
+        given = condition_data, condition_mask, local_cond, global_cond, generator
+        return super().conditional_sample(*given, **options)
+
+
+class ClampsOutputs(type(original_policy("cpu").model)):
+    def forward(self, sample, timestep, local_cond=None, global_cond=None):
+        return super().forward(sample, timestep, local_cond, global_cond).clamp(-2, 2)
+
+
+@pytest.mark.parametrize("kind", [Clamps, ClampsByName, ClampsInside, Raises, ClampsOutputs])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_guard_around_a_known_method_runs(kind, device):
+    """It does nothing in the call that is compared, and acts when the weights have grown."""
+    policy = original_policy(device)
+    of_network = kind is ClampsOutputs
+    (policy.model if of_network else policy).__class__ = kind
+    plain, call = copy.deepcopy(policy), call_of(device)
+    dpa.accelerate(policy)
+    for _ in range(2):
+        sampled(policy, call)
+    for each in (policy, plain):
+        with torch.no_grad():
+            each.model.final_conv[1].weight.mul_(300)
+    if kind is Raises:
+        call = (*call[:3], 1000 * call[3])
+        for each in (policy, plain):
+            with pytest.raises(ValueError, match="a wild observation"):
+                sampled(each, call)
+    else:
+        got, want = sampled(policy, call), sampled(plain, call)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert "wraps another" in str(dpa.explain(policy))

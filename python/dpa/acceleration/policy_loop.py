@@ -24,6 +24,7 @@ from dpa.packed.agreement import LOOP_LIMITS, proves
 from dpa.sampling.rng import generator_on
 from dpa.tracking import find, is_observed
 from dpa.tracking.replacing import Replacement, class_of
+from dpa.tracking.wrappers import acts_on_some_values
 from dpa.training.graphed_calls import replaced_forward
 
 _KEPT = 8  # routes: one for each state of the policy and kind of call
@@ -95,6 +96,7 @@ class FastLoop(Replacement):
                 return result
             passed = self.shadow.passed(route)
         if not passed:
+            self.shadow.leave()
             return self._run_original("it did not agree with the original", args, kwargs)
         if held is not None:
             if call.condition_mask is not None and bool(call.condition_mask.any()):
@@ -313,6 +315,9 @@ class FastLoop(Replacement):
             self._misses += 1
             if self._misses > _MISSES:
                 raise ValueError("its attributes change from call to call")
+            why = acts_on_some_values(class_of(self.policy), self.loop.method)
+            if why is not None:
+                raise ValueError(why)
             route = make_route(self.policy, self.loop, forward, kind, options)
             self._routes.insert(0, route)
         for old in self._routes[_KEPT:]:

@@ -71,19 +71,19 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-class _Draws(TorchDispatchMode):
-    """Whether this thread may draw random numbers from a stream that others use."""
+class _SharedNumbers(TorchDispatchMode):
+    """Whether this thread may take random numbers of a stream that others use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.from_shared = False
+        self.taken = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.from_shared |= draws and kwargs.get("generator") is None
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self.taken |= random and kwargs.get("generator") is None
         return func(*args, **kwargs)
 
 
@@ -139,6 +139,11 @@ class ShadowRun:
             return None
         return False
 
+    def leave(self) -> None:
+        """Raise where the original runs for a difference, and the user wants no fallback."""
+        if not self.fallback:
+            say_fallback(self.what, self.failed or "differs from the original", False)
+
     def run_both(
         self,
         kind: Hashable,
@@ -179,12 +184,12 @@ class ShadowRun:
                 own = torch.Generator(stream.device)
                 own.set_state(before)
                 shared = stream.get_state()
-                with _Draws() as draws:
+                with _SharedNumbers() as seen:
                     again = original(own)
                 used = own.get_state()
                 error = _error(again, replacement, own, before, used, parts)
                 # Beside the generator that it is given, or instead. Attention may, and does not.
-                if draws.from_shared and not torch.equal(shared, stream.get_state()):
+                if seen.taken and not torch.equal(shared, stream.get_state()):
                     error, private = None, not torch.equal(used, before)
                     if threading.active_count() == 1:
                         stream.set_state(after)

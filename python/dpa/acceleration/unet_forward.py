@@ -241,7 +241,10 @@ class FastForward(Replacement, Denoiser):
     def _call(self, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
-        call = None if self.fallback_reason() is not None else self._arguments(args, kwargs)
+        why = self.fallback_reason()
+        if why is not None and why is self.refused and not self.options.fallback:
+            say_fallback(type(self.unet).__name__, why, False)
+        call = None if why is not None else self._arguments(args, kwargs)
         if call is None:
             return self.original(*args, **kwargs)
         sample, _, given = call
@@ -260,7 +263,13 @@ class FastForward(Replacement, Denoiser):
         if recorded and trains:
             passed = self._check_apart()
         if passed:
-            return self._run(*call, precision, trains)
+            try:
+                return self._run(*call, precision, trains)
+            except NotInFamily:  # a parameter of another shape, which packing finds
+                self._reset()
+                return self._call(*args, **kwargs)
+        if passed is False:
+            self.shadow.leave()
         if passed is False or recorded:
             return self.original(*args, **kwargs)
         # In the caller's own mode: without gradients the network would keep weights packed for it.

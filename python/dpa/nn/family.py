@@ -27,6 +27,7 @@ from dpa.nn.unet1d import ConditionalUnet1D
 from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS, Variant
 from dpa.tracking import Tracker
 from dpa.tracking.replacing import class_of, has_own_forward
+from dpa.tracking.wrappers import acts_on_some_values
 
 # The original's, LeRobot's, and those of the near-copies that name it otherwise.
 _FIRST_CONV = re.compile(
@@ -171,6 +172,9 @@ def recognise(module: nn.Module) -> Network:
 
     """
     kind, variant = type(module).__name__, _variant_of(module)
+    for layer in module.modules():
+        if (why := acts_on_some_values(class_of(layer), "forward")) is not None:
+            raise NotInFamily(why)
     paths = {path: variant.original_name(path) for path, _ in module.named_modules()}
     layers = {paths[path]: layer for path, layer in module.named_modules()}
     tops = {path.partition(".")[0] for path in layers}

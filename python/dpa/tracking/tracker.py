@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from dpa.tracking.reads import PLAIN, Reads, frozen
 from dpa.tracking.replacing import REPLACED, class_of
@@ -127,8 +128,7 @@ class Tracker:
             if parent is not None
         ]
         self._dropouts = [m for m in found if isinstance(m, nn.modules.dropout._DropoutNd)]
-        self._hooks = [own[name] for own in self._own for name in HOOKS]
-        self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
+        self._find_hooks()
         called = {id(root): ("forward", *methods)}
         apart = [held[name] for held, name in slots if held.get(name) is not None]
         options = {"tensors": buffers, "apart": apart}
@@ -175,7 +175,15 @@ class Tracker:
 
     def hooked(self, inner: bool = False) -> bool:
         """Whether a module has hooks; with ``inner``, one besides the root; or all modules have."""
+        if self._registered != RemovableHandle.next_id:
+            self._find_hooks()
         return any(self._inner_hooks if inner else self._hooks) or any(HOOKS_OF_ALL)
+
+    def _find_hooks(self) -> None:
+        """Find the dictionaries again: who removes all hooks puts empty ones in their place."""
+        self._registered = RemovableHandle.next_id
+        self._hooks = [own[name] for own in self._own for name in HOOKS]
+        self._inner_hooks = [own[name] for own in self._inner for name in HOOKS]
 
     def no_one_op(self) -> str | None:
         """Return why no one op can stand for the layers now, though they are as they were."""
