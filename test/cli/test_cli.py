@@ -138,6 +138,8 @@ def test_the_deferred_package_has_every_public_name(tmp_path):
         ["eval", "none", "--env", "PushT"],
         ["eval", "unet.pt", "--env", "PushT", "--dtype", "int8"],
         ["eval", "unet.pt", "--env", "PushT", "--plain", "--compare"],
+        ["eval", "unet.pt", "--env", "PushT", "--plain", "--dtype", "bfloat16"],
+        ["eval", "unet.pt", "--env", "PushT", "--seed", "-1"],
         ["demo", "--dtype", "int8"],
         ["demo", "--checkpoint", "none.pt"],
         ["demo", "--device", "tpu"],

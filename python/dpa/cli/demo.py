@@ -79,8 +79,7 @@ def demo(
         results = run(options, Console(stderr=as_json))
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            f"the demo needs the package {error.name}: install dpa with its demo packages, "
-            "pip install 'dpa[demo]'"
+            f"the demo needs the package {error.name}: pip install diffusers matplotlib pillow"
         ) from error
     if as_json and "rank" not in results:  # under torchrun the first process alone has results
         print(json.dumps(results))

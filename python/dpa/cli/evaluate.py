@@ -28,7 +28,9 @@ def evaluate(
     checkpoint: Checkpoint,
     env: Annotated[str, typer.Option(help="Of gymnasium: PushT, FetchReach-v4, module:Name-v0.")],
     episodes: Annotated[int, typer.Option(min=1, help="To run.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the first episode; each next one adds 1.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the first episode; each next one adds 1.")
+    ] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Do not accelerate.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain too, same episodes.")] = False,
     dtype: Annotated[Dtype | None, typer.Option(help="Of accelerated weights.")] = None,
@@ -53,6 +55,8 @@ def evaluate(
 
     if plain and compare:
         raise typer.BadParameter("--plain and --compare exclude each other")
+    if plain and dtype is not None:
+        raise typer.BadParameter("--dtype must be left out with --plain")
     path = located(checkpoint)
     kinds = ("plain", "accelerated") if compare else ("plain" if plain else "accelerated",)
     console = Console(stderr=as_json)

@@ -77,6 +77,8 @@ def make(
     scheduler = make_scheduler(source.scheduler, choice.scheduler)
     table = _table(source, choice, scheduler)
     assumed = [*source.assumed, *left_out(source.scheduler, scheduler)]
+    if choice.scheduler:  # the class was not assumed
+        assumed = [line.replace("assumed DDPM, ", "assumed ") for line in assumed]
     horizon = choice.horizon or source.horizon
     multiple = source.unet.horizon_multiple
     if horizon is None:
@@ -148,8 +150,9 @@ def _check_onnx(choice: Choice) -> None:
     """Refuse what an ONNX file leaves to the runtime that opens it."""
     one = choice.part != "continuing"
     require(one, "part", "be loop or step with --to onnx", choice.part)
-    wanted = {"device": "cpu", "dtype": "float32", "layers": False, "images": False}
-    for name, value in wanted.items():
+    require(not choice.images, "images", "be left out with --to onnx, which takes the loop", True)
+    require(not choice.layers, "layers", "be left out with --to onnx, which has no others", True)
+    for name, value in {"device": "cpu", "dtype": "float32"}.items():
         got, rule = getattr(choice, name), "be left out with --to onnx, whose runtime chooses it"
         require(got == value, name, rule, got)
 
