@@ -13,7 +13,7 @@ _PARTIAL = re.compile(
     r"(clamp|clip|nan_to_num|masked_fill|masked_scatter|relu)_?"
     r"|clamp_(min|max)|minimum|maximum|where|hardtanh|threshold"
 )
-# As Python 3.10 to 3.14 name them; what asks for None alone is no matter of values.
+# As Python 3.10 to 3.14 name them; a test for None alone is no matter of values.
 _BRANCH = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|RAISE_VARARGS")
 
 
