@@ -123,3 +123,14 @@ def test_which_runs_on_the_cpu():
         dpa.accelerate(encoder, fallback=False)
         encoder(torch.rand(2, 3, 40, 40, dtype=encoder.conv1.weight.dtype))
         assert isinstance(replaced_forward(encoder)._packed, PackedEncoder)
+
+
+@torch.no_grad()
+def test_without_fallback_a_changed_encoder_raises_in_every_call():
+    encoder, images = dpa.accelerate(_resnet(), fallback=False), torch.rand(2, 3, 40, 40)
+    for _ in range(2):
+        encoder(images)
+    encoder.layer1[0].conv1 = nn.Conv2d(64, 64, 3, padding=2, dilation=2).eval()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"has changed: .* and fallback is False"):
+            encoder(images)

@@ -113,7 +113,10 @@ class FastEncoder(Replacement):
 
     def _may_run(self) -> bool:
         recorded = torch.is_grad_enabled() or is_dispatched()
-        if recorded or self.fallback_reason():
+        why = None if recorded else self.fallback_reason()
+        if why is not None and why is self.refused and not self.options.fallback:
+            say_fallback(type(self.encoder).__name__, why, False)
+        if recorded or why is not None:
             return False
         return not torch.is_autocast_enabled(self.network.first.weight.device.type)
 

@@ -149,7 +149,7 @@ class Network:
         weights = {}
         for name, shape in self._packed_shapes.items():
             value = None if apart and FILM in name else found.get(name)
-            inner = (apart and FILM in name) or name.startswith(tuple(self.parts))
+            inner = name.startswith(tuple(self.parts))
             if value is not None and value.shape != shape and not inner:
                 want, have = tuple(shape), tuple(value.shape)
                 raise NotInFamily(f"{name} must be {want}, got {have}: it was replaced")
