@@ -23,7 +23,7 @@ namespace dpa::kernels::unet1d {
 namespace {
 
 // Of a thread, instead of 80, in all 240: two blocks of three warpgroups share 65536.
-constexpr int kGemmRegisters = 120, kEpilogueRegisters = 96, kProducerRegisters = 24;
+constexpr int kGemmRegisters = 104, kEpilogueRegisters = 112, kProducerRegisters = 24;
 
 template <class Weight, ClusterForm kForm>
 __global__ void __launch_bounds__(kClusterThreads, 2) cluster_kernel(const __grid_constant__ ClusterArguments a) {

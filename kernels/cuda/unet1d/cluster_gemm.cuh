@@ -127,54 +127,26 @@ struct ClusterGemm : ClusterRole {
     sync();
   }
 
-  // A stage's weights in e4m3.
-  struct Narrow {
-    uint2 v[kStageSteps];
-    __device__ __forceinline__ explicit Narrow(uint32_t from) {
+  // A lane's weights of a stage's steps, as they come from the circular buffer, and as an MMA takes them.
+  struct Raw {
+    typename Tile::Raw v[kStageSteps];
+    __device__ __forceinline__ void load(uint32_t from) {
 #pragma unroll
-      for (int j = 0; j < kStageSteps; j++) v[j] = ptx::load_shared_8(from + j * kStepBytes);
+      for (int j = 0; j < kStageSteps; j++) v[j] = Tile::load_at(from + j * kStepBytes);
     }
   };
-  // The weights of kSteps steps. Steps that only fill the last stage up have weights of zero.
-  template <int kSteps>
-  struct Part {
-    uint4 weights[kSteps];
-
-    __device__ __forceinline__ void load(uint32_t from, int steps) {
+  struct Weights {
+    uint4 v[kStageSteps];
+    // Steps from `steps` on, which only fill the last stage up, have weights of zero.
+    __device__ __forceinline__ void widen(const Raw& raw, int steps) {
 #pragma unroll
-      for (int j = 0; j < kSteps; j++) {
-        if constexpr (Tile::kBytes == 512)
-          weights[j] = ptx::load_shared_16(from + j * kStepBytes);
-        else
-          weights[j] = Tile::widen_raw(ptx::load_shared_8(from + j * kStepBytes)).v;
-      }
-      clear_from(steps);
-    }
-    // Steps from `first` on of a stage that has `steps`.
-    __device__ __forceinline__ void widen(const Narrow& narrow, int first, int steps) {
+      for (int j = 0; j < kStageSteps; j++) v[j] = Tile::widen_raw(raw.v[j]).v;
+      if (steps >= kStageSteps) return;
 #pragma unroll
-      for (int j = 0; j < kSteps; j++) weights[j] = Tile::widen_raw(narrow.v[first + j]).v;
-      clear_from(steps - first);
-    }
-    __device__ __forceinline__ void clear_from(int steps) {
-      if (steps >= kSteps) return;
-#pragma unroll
-      for (int j = 0; j < kSteps; j++)
-        if (j >= steps) weights[j] = make_uint4(0, 0, 0, 0);
+      for (int j = 1; j < kStageSteps; j++)
+        if (j >= steps) v[j] = make_uint4(0, 0, 0, 0);
     }
   };
-  // columns: where those of each step begin, 16 bits each.
-  template <int kColumns, int kSteps>
-  static __device__ __forceinline__ void multiply_part(const Part<kSteps>& from, uint32_t input,
-                                                       const uint32_t (&columns)[kSteps / 2],
-                                                       float (&sum)[kColumns / 2]) {
-    wgmma::fence();
-#pragma unroll
-    for (int j = 0; j < kSteps; j++)
-      wgmma::mma_rs<T, kColumns>(
-          sum, from.weights[j], wgmma::unswizzled(input + (j & 1 ? columns[j / 2] >> 16 : columns[j / 2] & 0xFFFF), 0));
-    wgmma::commit();
-  }
   // The columns of a stage's steps, one stage after the other.
   struct Columns {
     const uint16_t* at;
@@ -192,67 +164,69 @@ struct ClusterGemm : ClusterRole {
       return four;
     }
   };
-  // The GEMMs of one segment: while those of two steps run, the weights of the next two come to registers; where there
-  // are few columns, and so registers for it, those of a stage.
+  // A tile's sums. Those of fewer than 64 columns come first.
+  using Sums = float[kTileColumns / 2];
   template <int kColumns>
-  __device__ __forceinline__ void multiply(const ClusterLayer& l, int segment, int buffer, float (&sum)[kColumns / 2]) {
-    static_assert(kStageSteps == 4, "a stage of the circular buffer is two halves of two steps");
+  static __device__ __forceinline__ float (&sums_of(Sums& sum))[kColumns / 2] {
+    return reinterpret_cast<float(&)[kColumns / 2]>(sum);
+  }
+  template <int kColumns>
+  static __device__ __forceinline__ void multiply_stage(const Weights& weights, const uint32_t (&from)[kStageSteps],
+                                                        Sums& sum) {
+    wgmma::fence();
+#pragma unroll
+    for (int j = 0; j < kStageSteps; j++)
+      wgmma::mma_rs<T, kColumns>(sums_of<kColumns>(sum), weights.v[j], wgmma::unswizzled(from[j], 0));
+    wgmma::commit();
+  }
+  // The GEMMs of one segment. A stage's weights come to registers while the MMAs of the last one run. One loop for all
+  // widths: ptxas gives an MMA's registers to nothing else, and with a loop each it has too few and lets none overlap.
+  __device__ __forceinline__ void multiply(const ClusterLayer& l, int columns_log2, int segment, int buffer,
+                                           Sums& sum) {
+    static_assert(kStageSteps == 4, "the columns of a stage's steps are two pairs");
+    constexpr int kFirst = kAlone ? 4 : 6;  // the width that most steps have
     int steps = uniform(l.steps[segment]);
     const uint32_t tiles = base + a.layout.buffer + warp * Tile::kBytes + lane * Tile::kLaneBytes;
+    // By shuffles, so that they are not read anew from constants and special registers for each stage.
+    const int stages = __shfl_sync(~0u, a.layout.stages + lane, 0);
+    const bool leads = __shfl_sync(~0u, lane, lane) == 0;
     const uint32_t input = static_cast<uint32_t>(wgmma::unswizzled(wgmma::units(activations(buffer)), l.rows));
     Columns columns(l, segment);
-    const auto wait_for_stage = [&] { ptx::barrier_wait(full + at.stage * 8, at.phase); };
+    Weights weights[2];
+    uint2 here = {};
+    const auto load_stage = [&](Weights& to) {
+      here = columns.next();
+      ptx::barrier_wait(full + at.stage * 8, at.phase);
+      Raw raw;
+      if constexpr (Tile::kBytes == 256) raw.load(tiles + at.stage * kStageBytes);
+      wgmma::wait<1>();  // the MMAs that take what `to` has
+      if constexpr (Tile::kBytes == 512) raw.load(tiles + at.stage * kStageBytes);
+      to.widen(raw, steps);
+    };
     // Behind the MMAs that take its weights: an arrival could overtake loads that nothing waits for.
     const auto release_stage = [&] {
       __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(empty + at.stage * 8);
-      at.advance(a.layout.stages);
+      if (leads) ptx::barrier_arrive(empty + at.stage * 8);
+      at.advance(stages);
     };
-    if constexpr (kColumns <= 32) {
-      Part<4> even, odd;
+    load_stage(weights[0]);
 #pragma unroll 1
-      for (; steps > 0; steps -= 2 * kStageSteps) {
-        uint2 four = columns.next();
-        wait_for_stage();
-        even.load(tiles + at.stage * kStageBytes, steps);
-        multiply_part<kColumns, 4>(even, input, {four.x, four.y}, sum);
+    while (true) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32_t from[] = {input + (here.x & 0xFFFF), input + (here.x >> 16), input + (here.y & 0xFFFF),
+                                 input + (here.y >> 16)};
+        if (columns_log2 == kFirst)
+          multiply_stage<1 << kFirst>(weights[i], from, sum);
+        else if (columns_log2 == 5)
+          multiply_stage<32>(weights[i], from, sum);
+        else
+          multiply_stage<kAlone ? 64 : 16>(weights[i], from, sum);
         release_stage();
-        wgmma::wait<1>();
-        const bool more = steps > kStageSteps;  // else the second stage's weights are zeros
-        if (more) four = columns.next(), wait_for_stage();
-        odd.load(tiles + at.stage * kStageBytes, steps - kStageSteps);
-        multiply_part<kColumns, 4>(odd, input, {four.x, four.y}, sum);
-        if (more) release_stage();
-        wgmma::wait<1>();
-      }
-    } else {
-      Part<2> even, odd;
-      uint2 next = columns.next();
-      wait_for_stage();
-#pragma unroll 1
-      for (; steps > 0; steps -= kStageSteps) {
-        const uint32_t from = tiles + at.stage * kStageBytes;
-        const uint2 here = next;
-        if constexpr (Tile::kBytes == 256) {  // a stage at once: what is widened next is there
-          const Narrow narrow(from);
-          even.widen(narrow, 0, steps);
-          multiply_part<kColumns, 2>(even, input, {here.x}, sum);
-          wgmma::wait<1>();
-          odd.widen(narrow, 2, steps);
-          multiply_part<kColumns, 2>(odd, input, {here.y}, sum);
-        } else {
-          even.load(from, steps);
-          multiply_part<kColumns, 2>(even, input, {here.x}, sum);
-          wgmma::wait<1>();
-          odd.load(from + 2 * kStepBytes, steps - 2);
-          multiply_part<kColumns, 2>(odd, input, {here.y}, sum);
-        }
-        release_stage();
-        if (steps > kStageSteps) next = columns.next(), wait_for_stage();
-        wgmma::wait<1>();
+        if ((steps -= kStageSteps) <= 0) return wgmma::wait<0>();
+        load_stage(weights[i ^ 1]);
       }
     }
-    wgmma::wait<0>();
   }
 
   // A failed poll delays the words that it polls, and the weights: so no poll before the blocks to which this one sends
@@ -324,16 +298,12 @@ struct ClusterGemm : ClusterRole {
     return {ptx::load_constant(at), ptx::load_constant(at + 8)};
   }
   template <int kColumns>
-  static __device__ __forceinline__ void apply_scale(const float2& scale, float (&sum)[kColumns / 2]) {
+  __device__ __forceinline__ void send_scaled(const ClusterLayer& l, const Targets& to, int which, const float2& scale,
+                                              float (&sum)[kColumns / 2]) const {
     if constexpr (Tile::kBytes == 256)
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i++) sum[i] *= i & 2 ? scale.y : scale.x;
     inject_test_delay();
-  }
-
-  template <int kColumns>
-  __device__ __forceinline__ void send(const ClusterLayer& l, const Targets& to, int which,
-                                       const float (&sum)[kColumns / 2]) const {
     if constexpr (kAlone) return send<kColumns, 1>(to, which, sum);
     const int samples_log2 = uniform(l.samples_log2);
     if constexpr (kColumns > 16)
@@ -344,8 +314,8 @@ struct ClusterGemm : ClusterRole {
   }
 
   // The GEMMs of a layer, and their sums to those who finish them. A pass that is alone is received once for both.
-  template <int kColumns>
   __device__ __forceinline__ void gemm(const ClusterLayer& l, const ClusterTile& p, bool first_of_step) {
+    const int columns_log2 = uniform(l.columns_log2);
     auto to = targets(l, p, has_residual(l));  // before there is input
     const int passes = kPasses ? uniform(l.passes) : 1;
     receive(l, p, first_of_step);
@@ -354,18 +324,21 @@ struct ClusterGemm : ClusterRole {
     for (int which = has_residual(l); which >= 0; which--) {
       const int segment = l.upsample ? p.segment : which;
       const float2 scale = fetch_scale(l, p, segment);
-      float sum[kColumns / 2] = {};
+      Sums sum = {};
 #pragma unroll 1
       for (int n = 0; n < passes; n++) {
         const int next = n + 1 < passes ? n + 1 : 0;  // after the residual's last, the first again
         const bool more = passes > 1 && (next > 0 || which > 0);
         Words w = {};
         if (more) w = words(l, p, next, buffer ^ 1), request(w);
-        multiply<kColumns>(l, segment, buffer, sum);
+        multiply(l, columns_log2, segment, buffer, sum);
         if (more) await(w), buffer ^= 1;
       }
-      apply_scale<kColumns>(scale, sum);
-      send<kColumns>(l, to, which, sum);
+      switch (columns_log2) {
+        case 6: send_scaled<64>(l, to, which, scale, sum); break;
+        case 5: send_scaled<32>(l, to, which, scale, sums_of<32>(sum)); break;
+        default: send_scaled<16>(l, to, which, scale, sums_of<16>(sum));
+      }
       if (which > 0) to = targets(l, p, 0);
     }
   }
@@ -375,11 +348,7 @@ struct ClusterGemm : ClusterRole {
       for (int i = 1; i <= a.layout.count; i++) {
         const ClusterLayer& l = layers[i];
         const ClusterTile p(l, cluster, rank);
-        switch (uniform(l.columns_log2)) {
-          case 6: gemm<64>(l, p, i == 1); break;
-          case 5: gemm<32>(l, p, i == 1); break;
-          default: gemm<16>(l, p, i == 1);
-        }
+        gemm(l, p, i == 1);
         const AckTargets acks(l, p);
         pending_acks = acks.by, acks_apart = ~acks.sharers;
       }
