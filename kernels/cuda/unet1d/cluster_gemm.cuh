@@ -187,9 +187,8 @@ struct ClusterGemm : ClusterRole {
     constexpr int kFirst = kAlone ? 4 : 6;  // the width that most steps have
     int steps = uniform(l.steps[segment]);
     const uint32_t tiles = base + a.layout.buffer + warp * Tile::kBytes + lane * Tile::kLaneBytes;
-    // By shuffles, so that they are not read anew from constants and special registers for each stage.
-    const int stages = __shfl_sync(~0u, a.layout.stages + lane, 0);
-    const bool leads = __shfl_sync(~0u, lane, lane) == 0;
+    const int stages = ptx::kept(a.layout.stages);
+    const bool leads = __shfl_sync(~0u, lane, lane) == 0;  // by a shuffle: not from the thread's index for each stage
     const uint32_t input = static_cast<uint32_t>(wgmma::unswizzled(wgmma::units(activations(buffer)), l.rows));
     Columns columns(l, segment);
     Weights weights[2];

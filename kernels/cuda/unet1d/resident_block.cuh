@@ -75,7 +75,9 @@ struct Block {
   uint8_t* shared;
   WeightPipeline pipeline;
   int tid, warp, lane, m, k;
-  uint32_t base;  // of `shared`, as an address
+  uint32_t base;             // of `shared`, as an address
+  uint32_t* messages;        // the arguments'
+  int residual_at, sums_at;  // the layout's
   int step = 0;
   uint32_t phase = 1;
   __device__ __forceinline__ float* floats_at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
@@ -170,7 +172,7 @@ struct Block {
   __device__ __forceinline__ void tail() const {
     // Held: what follows of it is not computed before the loop over steps, where registers are short.
     const int actions = static_cast<int>(ptx::held(a.actions)), words = a.horizon * actions;
-    uint32_t* messages = a.messages + (a.layout.tail_message + static_cast<uint32_t>(m * kSlicesIn * words));
+    uint32_t* to = messages + (a.layout.tail_message + static_cast<uint32_t>(m * kSlicesIn * words));
     const float* noise = a.noise ? a.noise + static_cast<int64_t>(step) * words : nullptr;
     // What the scheduler's step takes comes from far away. Without a table the row is not used.
     if (noise) {
@@ -179,9 +181,9 @@ struct Block {
     const math::SchedulerStep<float> rule(a.table ? a.table : a.floats, step, a.clip, noise != nullptr);
     constexpr int kFewWords = 64;
     if (words <= kFewWords)
-      send_actions<8>(messages + k * words, words, actions);
+      send_actions<8>(to + k * words, words, actions);
     else
-      send_actions<1>(messages + k * words, words, actions);
+      send_actions<1>(to + k * words, words, actions);
     inject_test_delay();
     constexpr int kRounds = 3;  // words of a thread that are polled at once
 #pragma unroll 1
@@ -201,7 +203,7 @@ struct Block {
 #pragma unroll
           for (int s = 0; s < kSlicesIn; s++)
             word[r][s] = first + r * kThreads < words
-                             ? ptx::load_message_word<void>(messages + (s * words + first + r * kThreads))
+                             ? ptx::load_message_word<void>(to + (s * words + first + r * kThreads))
                              : phase;
         }
 #pragma unroll

@@ -140,10 +140,27 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
       stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
   } else {
     if constexpr (kBulk) ptx::registers_increase<240>();
-    const WeightPipeline view = {ptx::held(ptx::shared_address(full)), ptx::held(ptx::shared_address(empty)), y.stages,
-                                 0, 0};
-    const Block<Weight> block = {
-        a, shared, view, tid, tid / 32, tid % 32, m, k, ptx::held(ptx::shared_address(shared))};
+    // Kept with one pair a thread: with more, which want registers for weights, it costs more than it saves.
+    const auto kept = [](auto argument) {
+      if constexpr (kPairs == 1)
+        return ptx::kept(argument);
+      else
+        return argument;
+    };
+    const WeightPipeline view = {ptx::held(ptx::shared_address(full)), ptx::held(ptx::shared_address(empty)),
+                                 kept(y.stages), 0, 0};
+    const Block<Weight> block = {a,
+                                 shared,
+                                 view,
+                                 tid,
+                                 tid / 32,
+                                 tid % 32,
+                                 m,
+                                 k,
+                                 ptx::held(ptx::shared_address(shared)),
+                                 kept(a.messages),
+                                 kept(y.residual),
+                                 kept(y.sums)};
     Solo<Weight, kPairs, kForm>{{block}}.run();
   }
 #endif

@@ -19,8 +19,8 @@ struct Solo : SoloInputs<Weight, kPairs, kForm> {
   using Base = SoloInputs<Weight, kPairs, kForm>;
   using Math = typename Base::Math;
   using PartialSums = typename Base::PartialSums;
-  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::step,
-      Base::phase, Base::film, Base::mark;
+  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::m, Base::k, Base::messages,
+      Base::step, Base::phase, Base::film, Base::mark;
   static constexpr bool kWide = Base::kWide, kScaled = sizeof(Weight) == 1;
   static constexpr int kStepBytes = 16 * Base::kElement;
 
@@ -351,7 +351,7 @@ struct Solo : SoloInputs<Weight, kPairs, kForm> {
       sync_consumers();
       inject_test_delay();
       const float* sums = reinterpret_cast<const float*>(shared + held.sums + segment);
-      uint32_t* to = a.messages + (held.to + (s ? l.out[1] : l.out[0]));
+      uint32_t* to = messages + (held.to + (s ? l.out[1] : l.out[0]));
 #pragma unroll
       for (int i = 0; i < kRounds; i++) {
         if ((tid >> kUnitLog2<kRows>)+i * kApart < l.columns)

@@ -14,7 +14,8 @@ struct SoloInputs : Block<Weight> {
   using Base = Block<Weight>;
   using Math = typename Base::Math;
   using PartialSums = PartialSumMessages<typename Math::Activation, kPairs>;
-  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase;
+  using Base::a, Base::shared, Base::pipeline, Base::tid, Base::warp, Base::lane, Base::k, Base::step, Base::phase,
+      Base::messages, Base::residual_at, Base::sums_at;
   static constexpr bool kWide = Base::kWide;
   // Whether messages are polled before held weights are waited for, or last of all. A failed poll costs a read through
   // L2, so sooner is not better; where registers are short, or float32's weights take the memory, last is.
@@ -103,7 +104,7 @@ struct SoloInputs : Block<Weight> {
         squares += __shfl_xor_sync(~0u, squares, i);
       }
       const float n = static_cast<float>(2 * pairs), mean = pairs ? sum * ptx::reciprocal_approx(n) : 0.0f;
-      float4* parts = reinterpret_cast<float4*>(shared + a.layout.sums);  // sum, squares around the mean, mean, count
+      float4* parts = reinterpret_cast<float4*>(shared + sums_at);  // sum, squares around the mean, mean, count
       if (lane == 0) parts[warp] = make_float4(n * (pivot + mean), fmaxf(squares - sum * mean, 0.0f), pivot + mean, n);
       sync_consumers();
       float4 part[kConsumerWarps];
@@ -115,7 +116,7 @@ struct SoloInputs : Block<Weight> {
       return make_float2(all, rsqrtf(sum_of(y) * inverse + kEpsilon));
     } else {
       sum_of_warp(sum, squares);
-      float2* parts = reinterpret_cast<float2*>(shared + a.layout.sums);
+      float2* parts = reinterpret_cast<float2*>(shared + sums_at);
       if (lane == 0) parts[warp] = make_float2(sum, squares);
       sync_consumers();
 #pragma unroll
@@ -149,7 +150,7 @@ struct SoloInputs : Block<Weight> {
       if (!(i & apart)) sum += more[0], squares += more[1], n += more[2];
     }
     const float mean = n > 0.0f ? sum * ptx::reciprocal_approx(n) : 0.0f;
-    float4* parts = reinterpret_cast<float4*>(shared + a.layout.sums) + ((tid & pairs) >> group_log2) * kConsumerWarps;
+    float4* parts = reinterpret_cast<float4*>(shared + sums_at) + ((tid & pairs) >> group_log2) * kConsumerWarps;
     // Sum, squares around the mean, mean, count.
     if ((lane & ~apart) == 0)
       parts[warp] = make_float4(n * (pivot + mean), fmaxf(squares - sum * mean, 0.0f), pivot + mean, n);
@@ -207,8 +208,8 @@ struct SoloInputs : Block<Weight> {
     fetch(p, from, slice + c);
     const bool other = from.residual_message >= 0;  // the residual was published a layer earlier: it is there
     const float2 other_bias = ptx::load_constant_2(a.floats + (from.other_bias + slice + c));
-    PartialSums residuals(a.messages + (at + from.residual_message), apart, phase, count);
-    PartialSums sums(a.messages + (at + from.message), apart, phase, count);
+    PartialSums residuals(messages + (at + from.residual_message), apart, phase, count);
+    PartialSums sums(messages + (at + from.message), apart, phase, count);
     if (other) residuals.poll();
     auto poll = [&] {
       if (!first) sums.poll();
@@ -235,7 +236,7 @@ struct SoloInputs : Block<Weight> {
       residuals.receive(r);
       p.shift = make_float2(p.shift.x + other_bias.x, p.shift.y + other_bias.y);
     } else {
-      const float2* residual = reinterpret_cast<const float2*>(shared + a.layout.residual) + tid;
+      const float2* residual = reinterpret_cast<const float2*>(shared + residual_at) + tid;
 #pragma unroll
       for (int i = 0; i < kPairs; i++) r[i] = from.flags & kSoloAdd ? residual[i * kThreads] : make_float2(0.0f, 0.0f);
     }
@@ -279,7 +280,7 @@ struct SoloInputs : Block<Weight> {
 
   // Stores the values that later layers add or take as a skip. Only this thread reads them.
   __device__ __forceinline__ void keep(const SoloLayer& from) const {
-    float2* residual = reinterpret_cast<float2*>(shared + a.layout.residual) + tid;
+    float2* residual = reinterpret_cast<float2*>(shared + residual_at) + tid;
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
       if (i * kThreads + tid >= from.pairs) continue;
