@@ -78,6 +78,8 @@ def test_the_command_refuses_a_scheduler_in_one_line(config, message, unet, tmp_
         ({"pred_action_steps_only": "no"}, "pred_action_steps_only must be true or false, got 'n"),
         ({"pred_action_steps_only": True}, "must have n_action_steps beside it, got none"),
         ({"noise_scheduler": {"_target_": 3}, "model": [1]}, "its configuration cannot be read"),
+        ({"n_obs_steps": 0}, "n_obs_steps must be a positive integer, got 0"),
+        ({"n_obs_steps": 2.0}, "n_obs_steps must be a positive integer, got 2.0"),
     ],
 )
 def test_the_command_refuses_a_configuration_in_one_line(policy, message, unet, tmp_path):
@@ -114,3 +116,24 @@ def test_the_file_is_beside_the_folder_that_is_worked_in(tmp_path, monkeypatch):
 def test_the_command_names_a_missing_file(tmp_path):
     result = CliRunner().invoke(app, ["export", str(tmp_path / "none.pt"), "--to", "torchscript"])
     assert result.exit_code == 1 and str(result.exception).endswith("there is no such file")
+
+
+@pytest.mark.parametrize(("frames", "right"), [(T, True), (T + 1, False)])
+def test_the_command_refuses_a_horizon_without_an_action_to_execute(frames, right, unet, tmp_path):
+    state = {f"model.{name}": value for name, value in unet.state_dict().items()}
+    policy = {"horizon": T, "n_obs_steps": frames, "num_inference_steps": 2}
+    torch.save({"cfg": {"policy": policy}, "state_dict": state}, tmp_path / "latest.ckpt")
+    command = ["export", str(tmp_path / "latest.ckpt"), "--to", "torchscript"]
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code == 0) is right
+    message = f"more than the first action that is executed, {T} (n_obs_steps), got {T}"
+    assert right or message in str(result.exception)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_the_command_refuses_weights_that_are_not_finite(value, unet, tmp_path):
+    unet.final_conv[-1].weight.data[0, 0] = value
+    torch.save(unet.state_dict(), tmp_path / "unet.pt")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "unet.pt"), "--to", "torchscript"])
+    message = "final_conv.1.weight must be finite, got NaN or infinity"
+    assert isinstance(result.exception, CheckpointError) and message in str(result.exception)

@@ -126,10 +126,12 @@ def export(
 ) -> None:
     """Write a policy's denoising loop into one file."""
     from rich.console import Console
+    from rich.text import Text
 
     from dpa.export import FORMATS
     from dpa.export.checkpoint import read
     from dpa.export.making import Choice, make
+    from dpa.export.places import check_places, files_of
     from dpa.export.schedulers import read_scheduler_config
 
     if layers and part is not Part.loop:
@@ -141,6 +143,8 @@ def export(
     if not Path(checkpoint).exists():  # of the Hub: not into its cache
         named = Path(named.name)
     path = out or named.with_name(f"policy{FORMATS[to.value]}")
+    configs = [] if scheduler_config is None else [scheduler_config]
+    check_places(path, "out", [*files_of(given), *configs])
     name = scheduler and scheduler.value
     what = (to.value, device, dtype.value, part.value, layers)
     choice = Choice(*what, name, steps, horizon, batch, first_step, images, trust_pickle)
@@ -153,7 +157,7 @@ def export(
             source.assumed = [line for line in source.assumed if "scheduler" not in line]
         manifest = make(source, path, choice, report, given)
     for line in manifest["assumed"]:
-        console.print(f"[yellow]note[/yellow] {line}", highlight=False)
+        console.print(Text.assemble(("note", "yellow"), f" {line}"))
     if as_json:
         print(json.dumps(manifest))
     else:
@@ -161,12 +165,14 @@ def export(
 
 
 def _show(manifest: dict[str, Any], runs: str, path: Path, console: Console) -> None:
+    from rich.text import Text
+
     shapes = ", ".join(f"{entry['name']} {tuple(entry['shape'])}" for entry in manifest["inputs"])
     what = f"{manifest['steps']} steps of {manifest['scheduler']}, {runs}"
-    console.print(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}", highlight=False)
+    console.print(Text(f"{manifest['checkpoint']}: {what}\ninputs: {shapes}"))
     if "checked" in manifest:
         console.print(_verdict(manifest["checked"]), highlight=False)
-    console.print(f"wrote {path} and {path}.json", highlight=False)
+    console.print(Text(f"wrote {path} and {path}.json"))
 
 
 def _verdict(checked: dict[str, Any] | None) -> str:

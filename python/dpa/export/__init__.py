@@ -18,7 +18,8 @@ from dpa.export import onnx_graph
 from dpa.export.continuing import ContinuingLoop
 from dpa.export.images import ImagePolicy
 from dpa.export.onnx_graph import PlainLoop, PlainStep
-from dpa.export.packages import compile_package, open_package
+from dpa.export.packages import Input, checking, compile_package, open_package
+from dpa.export.places import check_places, manifest_of
 from dpa.export.policy import NO_CLIP, Around, LayeredLoop, PackedLoop, PackedStep
 from dpa.library.checks import require
 from dpa.library.files import replacing
@@ -66,9 +67,11 @@ def export_policy(
         The manifest.
 
     Raises:
-        ValueError: for another format, or what cannot be written in it.
+        ValueError: for another format, or what cannot be written in it; before anything is
+            computed where ``path`` or its manifest exists and is no regular file.
 
     """
+    check_places(path, "path")
     require(to in FORMATS, "format", f"be one of {', '.join(FORMATS)}", to)
     right, got = (to == "onnx") == isinstance(policy, PlainLoop), f"{to}, {type(policy).__name__}"
     require(right, "format", "be onnx for PlainLoop and PlainStep alone", got)
@@ -89,7 +92,7 @@ def export_policy(
         outputs = dict(zip(("sample", "actions"), results, strict=True))
     manifest = _manifest(policy, path, to, inputs, outputs) | (facts or {}) | checked
     manifest["crc32"] = zlib.crc32(content)
-    with replacing(path.with_name(path.name + ".json")) as temporary:
+    with replacing(manifest_of(path)) as temporary:
         temporary.write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
 
@@ -113,7 +116,9 @@ def _as_it_will_run(policy: nn.Module) -> Iterator[None]:
 def load_policy(path: str | Path) -> Callable[..., Any]:
     """Open an exported policy of any format, to be called with its inputs in order.
 
-    An AOTInductor package opens without PyTorch's probe of the CPU's vector instructions.
+    An AOTInductor package opens without PyTorch's probe of the CPU's vector instructions. It would
+    read any tensor as one of the shape, dtype and strides that it was compiled for: what is
+    returned raises a ValueError for other inputs than the manifest's, and makes them contiguous.
 
     Args:
         path: the file; its manifest lies beside it.
@@ -125,7 +130,7 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
 
     """
     path = Path(path)
-    beside = path.with_name(path.name + ".json")
+    beside = manifest_of(path)
     for file in (path, beside):
         if not file.is_file():
             raise FileNotFoundError(f"{file}: there is no such file")
@@ -133,7 +138,10 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
         manifest = json.loads(beside.read_bytes())
         to, expected = manifest["format"], manifest["crc32"]
         names = [entry["name"] for entry in manifest["inputs"]]
-    except (KeyError, TypeError, ValueError, RecursionError):
+        of_package = to == "aoti"
+        device = manifest["device"] if of_package else None
+        inputs = [Input.of(entry) for entry in manifest["inputs"]] if of_package else []
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(f"{beside}: is no manifest of an exported policy") from None
     known, rule = isinstance(to, str) and to in FORMATS, f"be one of {', '.join(FORMATS)}"
     require(known, f"{beside}: format", rule, repr(to), CheckpointError)
@@ -144,7 +152,7 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
     if to == "onnx":
         return onnx_graph.open_graph(path, names)
     if to == "aoti":
-        return open_package(path)
+        return checking(open_package(path), inputs, device)
     return torch.jit.load(path) if to == "torchscript" else torch.export.load(path).module()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,31 @@ def read(path: Path, **options: Any) -> Source:
         value = getattr(source, name)
         right = value is None or (type(value) is int and value > 0)
         require(right, f"{path}: {name}", "be a positive integer", repr(value), CheckpointError)
+    wrong = next(_not_finite(source), None)
+    got = "NaN or infinity"
+    require(wrong is None, f"{path}: {wrong}", "be finite", got, CheckpointError)
     return source
+
+
+def _not_finite(source: Source) -> Iterator[str]:
+    """Name what holds NaN or infinity, of which actions of NaN would come."""
+    around = source.around
+    modules = {"": source.unet, "encoder.": around.encoder or nn.Identity()}
+    for begin, module in modules.items():
+        for name, value in module.state_dict().items():
+            if not value.isfinite().all():
+                yield f"{begin}{name}"
+    for name in ("observation", "action"):
+        affine = getattr(around, name) or Affine.none()
+        if not all(part.isfinite().all() for part in affine):
+            yield f"the normalisation of {name}s"
 
 
 def _source(loaded: Checkpoint, path: Path) -> Source:
     config = loaded.config
     if config.get("format") == "dpa-demo":
         return _demo(loaded)
-    if "noise_scheduler_type" in config:
+    if config.get("type") == "diffusion" or "noise_scheduler_type" in config:
         return _lerobot(loaded, path)
     if "cfg" in config:
         if not loaded.arguments["global_cond_dim"]:
@@ -114,18 +131,13 @@ def _demo(loaded: Checkpoint) -> Source:
 
 
 def _lerobot(loaded: Checkpoint, path: Path) -> Source:
-    config = loaded.config
-    names = (
-        "num_train_timesteps beta_schedule beta_start beta_end prediction_type clip_sample "
-        "clip_sample_range"
-    )
-    scheduler = {name: config[name] for name in names.split() if name in config}
+    config = settings.LEROBOT_DEFAULTS | loaded.config
+    scheduler = {name: config[name] for name in settings.LEROBOT_SCHEDULER}
     scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
     statistics = _lerobot_statistics(loaded.rest, path)
-    modes = config.get("normalization_mapping") or {}
-    # LeRobot's default for a kind that the mapping leaves out.
-    other = "IDENTITY" if modes else None
+    modes, other = _modes_of_lerobot(config)
     assumed = settings.unknown(config, settings.LEROBOT, "config.json")
+    assumed += settings.missing_of_lerobot(loaded.config)
     if path.is_dir():
         assumed += settings.unknown_of_processors(path, modes)
     action = _lerobot_affine(statistics, "action", modes.get("ACTION", other))
@@ -135,6 +147,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     else:
         action = action.inverse()
     observation = None
+    frames = settings.frames(config["n_obs_steps"])
     inputs = config.get("input_features") or {}
     width = loaded.arguments["global_cond_dim"] or 0
     if any(feature.get("type") == "VISUAL" for feature in inputs.values()):
@@ -151,8 +164,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
             if name in inputs
         ]
         if parts and all(part is not None for part in parts):
-            repeats = config.get("n_obs_steps", 1)
-            observation = _concatenated([part for part in parts if part is not None], repeats)
+            observation = _concatenated([part for part in parts if part is not None], frames)
         else:
             needed = _needed(*(modes.get(kind, other) for kind in kinds.values()))
             assumed.append(f"observation: the folder holds no {needed}; normalise it before")
@@ -162,11 +174,17 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
         scheduler,
         Around(None, observation, action),
         width,
-        config.get("horizon"),
-        config.get("num_inference_steps"),
+        config["horizon"],
+        config["num_inference_steps"],
         assumed,
-        first_action=config.get("n_obs_steps", 1) - 1,
+        first_action=frames - 1,
     )
+
+
+def _modes_of_lerobot(config: Mapping[str, Any]) -> tuple[Mapping[str, str], str | None]:
+    """Return LeRobot's way to normalise each kind of feature, and that of the other kinds."""
+    modes = (settings.LEROBOT_DEFAULTS | dict(config))["normalization_mapping"]
+    return ({}, None) if modes is None else (modes, "IDENTITY")
 
 
 def normalisations_of_lerobot(path: Path, features: Mapping[str, Any]) -> dict[str, Affine]:
@@ -178,11 +196,11 @@ def normalisations_of_lerobot(path: Path, features: Mapping[str, Any]) -> dict[s
     """
     loaded = load_checkpoint(path)
     statistics = _lerobot_statistics(loaded.rest, path)
-    modes = loaded.config.get("normalization_mapping") or {}
+    modes, other = _modes_of_lerobot(loaded.config)
     found = {}
     for name, feature in features.items():
         kind = getattr(feature.type, "value", feature.type)
-        mode = modes.get(kind, "IDENTITY" if modes else None)
+        mode = modes.get(kind, other)
         width = feature.shape[0]  # channels of an image
         affine = _lerobot_affine(statistics, name, mode, width)
         if affine is None:
@@ -303,7 +321,8 @@ def _first_action(policy: Mapping[str, Any], cfg: Mapping[str, Any]) -> int:
     """Return where diffusion_policy begins to execute a chunk."""
     if settings.switch(policy, "pred_action_steps_only"):
         return 0
-    frames = policy.get("n_obs_steps", cfg.get("n_obs_steps")) or 1
+    given = policy.get("n_obs_steps", cfg.get("n_obs_steps"))
+    frames = 1 if given is None else settings.frames(given)
     # Only its low-dimensional policies have the switch; off, they leave the newest one's out.
     from_newest = "obs_dim" not in policy or settings.switch(policy, "oa_step_convention")
     return frames - 1 if from_newest else frames

@@ -81,10 +81,15 @@ def make(
         assumed = [line.replace("assumed DDPM, ", "assumed ") for line in assumed]
     horizon = choice.horizon or source.horizon
     multiple = source.unet.horizon_multiple
+    options = {"horizon": choice.horizon, "num_inference_steps": choice.steps}
+    options["noise_scheduler_type"] = choice.scheduler
+    assumed = [line for line in assumed if not options.get(line.partition(":")[0])]
     if horizon is None:
         horizon = -(-16 // multiple) * multiple
         assumed.append(f"horizon: the file does not name it; assumed {horizon} (--horizon)")
     require(horizon % multiple == 0, "horizon", f"be a multiple of {multiple} here", horizon)
+    first, rule = source.first_action, "be more than the first action that is executed"
+    require(first < horizon, "horizon", f"{rule}, {first} (n_obs_steps)", horizon)
     size = choice.batch, horizon
     policy = _policy(choice, source.unet.to(device), table, around, size)
     shape = (*size, source.unet.final_conv[-1].weight.shape[0])

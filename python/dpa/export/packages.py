@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.export.policy import LayeredLoop
+from dpa.library.checks import require
 from dpa.library.holding import holding
 
 
@@ -52,6 +55,59 @@ def open_package(path: Path) -> Any:
     """Open a package, to be called as the policy was."""
     with _vector_probe(enabled=False):
         return torch._inductor.aoti_load_package(str(path))
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a policy, as its manifest describes it.
+
+    Attributes:
+        name: the argument's.
+        shape: the one that the policy was compiled for.
+        dtype: likewise.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> Input:
+        """Read an entry of a manifest's ``inputs``."""
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(entry["dtype"])
+        return Input(entry["name"], tuple(entry["shape"]), dtype)
+
+    def checked(self, given: Any, device: str) -> Tensor:
+        """Return a tensor that fits, contiguous; a package reads any other as if it did.
+
+        Raises:
+            ValueError: it does not fit.
+
+        """
+        kind = type(given).__name__
+        require(isinstance(given, Tensor), self.name, "be a tensor", kind)
+        rule = f"be {self.dtype}, {list(self.shape)}"
+        require(given.dtype == self.dtype, self.name, rule, given.dtype)
+        require(given.shape == self.shape, self.name, rule, list(given.shape))
+        require(given.device.type == device, self.name, f"be on {device}", given.device)
+        return given.contiguous()
+
+
+def checking(
+    package: Callable[..., Any], inputs: Sequence[Input], device: str
+) -> Callable[..., Any]:
+    """Return a package that takes these inputs alone, as it checks nothing itself."""
+    names = ", ".join(one.name for one in inputs)
+
+    def call(*given: Any) -> Any:
+        require(len(given) == len(inputs), "inputs", f"be {names}", f"{len(given)} of them")
+        pairs = zip(inputs, given, strict=True)
+        return package(*(one.checked(value, device) for one, value in pairs))
+
+    return call
 
 
 def _shared_libraries() -> list[str]:

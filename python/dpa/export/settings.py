@@ -51,6 +51,28 @@ LEROBOT = {
     *("scheduler_name", "scheduler_warmup_steps", "device", "use_amp"),
     *("push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path"),
 }
+# What LeRobot's DiffusionConfig takes for settings that config.json leaves out: those of the loop,
+# and of the network what no shape shows.
+LEROBOT_DEFAULTS = {
+    "n_obs_steps": 2,
+    "horizon": 16,
+    "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
+    "n_groups": 8,
+    "noise_scheduler_type": "DDPM",
+    "num_train_timesteps": 100,
+    "beta_schedule": "squaredcos_cap_v2",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "prediction_type": "epsilon",
+    "clip_sample": True,
+    "clip_sample_range": 1.0,
+    "num_inference_steps": None,
+}
+# Those of the scheduler, which LeRobot passes on to diffusers.
+LEROBOT_SCHEDULER = (
+    *("num_train_timesteps", "beta_schedule", "beta_start", "beta_end", "prediction_type"),
+    *("clip_sample", "clip_sample_range"),
+)
 # LeRobot's processors that change no value, and those that normalise.
 _PROCESSORS = {
     *("rename_observations_processor", "to_batch_processor", "device_processor"),
@@ -66,6 +88,25 @@ def unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> lis
         for name, value in given.items()
         if name not in known and value is not None and (name, value) != ("use_peft", False)
     ]
+
+
+def missing_of_lerobot(config: Mapping[str, Any]) -> list[str]:
+    """Name the settings that LeRobot's configuration leaves out, with what is assumed for each."""
+    options = {"horizon": " (--horizon)", "num_inference_steps": " (--steps)"}
+    options |= dict.fromkeys(("noise_scheduler_type", *LEROBOT_SCHEDULER), " (--scheduler-config)")
+    return [
+        f"{name}: config.json does not name it; assumed LeRobot's default, {value!r}"
+        f"{options.get(name, '')}"
+        for name, value in LEROBOT_DEFAULTS.items()
+        if name not in config
+    ]
+
+
+def frames(n_obs_steps: Any) -> int:
+    """Return ``n_obs_steps``, where it is a number of frames."""
+    right = type(n_obs_steps) is int and n_obs_steps > 0
+    require(right, "n_obs_steps", "be a positive integer", repr(n_obs_steps))
+    return n_obs_steps
 
 
 def switch(given: Mapping[str, Any], name: str) -> bool:
