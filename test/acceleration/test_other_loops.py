@@ -418,3 +418,25 @@ def test_every_known_loop_is_tried_here_or_beside():
     """A new entry needs a policy above; robomimic's is tried with its own classes."""
     methods = {name for *_, loops in CASES.values() for name in loops}
     assert {loop.method for loop in KNOWN} == methods | {"_get_action_trajectory"}
+
+
+class NoisyCloud(others.CloudEncoder):
+    """It keeps some points alone, others in each call."""
+
+    def forward(self, frames):
+        cloud = frames["point_cloud"]
+        kept = torch.randperm(cloud.shape[1], device=cloud.device)[:3]
+        return super().forward({**frames, "point_cloud": cloud[:, kept]})
+
+
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_an_encoder_that_takes_random_numbers_takes_those_of_the_original(device):
+    torch.manual_seed(0)
+    plain = others.FlowPolicy().to(device).eval()
+    plain.obs_encoder = NoisyCloud().to(device)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    seen = {"point_cloud": torch.randn(2, 2, 5, 6), "agent_pos": torch.randn(2, 2, 2)}
+    observations = [{name: x.to(device) for name, x in seen.items()}] * 4
+    expected = acts(plain, "predict_action", observations)
+    got = acts(fast, "predict_action", observations)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -195,3 +195,26 @@ def test_a_prior_of_another_dtype_is_refused_as_before():
     for agent in (plain, fast):
         with pytest.raises(RuntimeError), torch.no_grad():
             agent.sample(prior=torch.zeros(2, 8, 2, dtype=torch.float64), **given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("agent", [planners.DDPM, planners.DiscreteDiffusionSDE, planners.EDM])
+def test_noise_lies_in_the_priors_order(agent):
+    """Agents make it like the prior, so a transposed one has other numbers in its places."""
+    torch.manual_seed(1)
+    plain = agent().eval()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    steps = (
+        {"sample_steps": plain.diffusion_steps} if agent is planners.DDPM else {"sample_steps": 6}
+    )
+    for prior in (
+        torch.zeros(2, 8, 2),
+        torch.zeros(2, 2, 8).mT,
+        torch.zeros(8, 2, 2).transpose(0, 1),
+    ):
+        results = []
+        for each in (plain, fast):
+            torch.manual_seed(3)
+            given = {"prior": prior, "n_samples": 2, "condition_cfg": STATE, "w_cfg": 1.0}
+            results.append((each.sample(**given, **steps)[0], torch.randn(3)))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

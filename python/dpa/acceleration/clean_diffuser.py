@@ -39,6 +39,8 @@ def _begin(agent: Any, given: Mapping[str, Any], sigma: float, **options: Any) -
         return None
     if prior.dtype != next(agent.model_ema["diffusion"].parameters()).dtype:
         return None
+    if not torch.empty_like(prior, device="meta").is_contiguous():
+        return None  # its noise is in the prior's order
     if not given["use_ema"] or any(given.get(name, v) is not v for name, v in _NEUTRAL.items()):
         return None
     if agent.classifier is not None:

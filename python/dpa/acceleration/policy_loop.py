@@ -32,6 +32,30 @@ _GIVEN = ("condition_data", "condition_mask", "noise", "last_chunk")
 _MISSES = 32  # calls in a row that find no route
 
 
+class _Numbers:
+    """The default random streams of the CPU and of ``device``, as they were when it was made.
+
+    What runs before it is known whether a replacement may run (an encoder) may take some of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        streams = [torch.default_generator]
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            streams.append(torch.cuda.default_generators[device.index])
+        self._states = [(stream, stream.get_state()) for stream in streams]
+
+    def rewind(self) -> None:
+        """Set the streams back, so that the original takes the same numbers.
+
+        Not where other threads may have taken some, which would be given out twice.
+        """
+        if threading.active_count() > 1:
+            return
+        for stream, before in self._states:
+            if not torch.equal(stream.get_state(), before):
+                stream.set_state(before)
+
+
 class FastLoop(Replacement):
     """Replaces the method with a policy's loop: the whole loop by :class:`DiffusionSampler`.
 
@@ -72,6 +96,12 @@ class FastLoop(Replacement):
         forward = self._forward()
         if forward is None:
             return self._run_original("its network does not run accelerated", args, kwargs)
+        numbers = _Numbers(_arithmetic(forward)[0])
+
+        def original(why: str) -> Any:
+            numbers.rewind()
+            return self._run_original(why, args, kwargs)
+
         try:
             bound = self._bind(args, kwargs)
             call = None if bound is None else self._begin(bound, forward)
@@ -80,16 +110,17 @@ class FastLoop(Replacement):
                 call.generator = getattr(self._thread, "generator", None)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._refuse(str(error))
-            return self._run_original(str(error), args, kwargs)
+            return original(str(error))
         if route is None:
-            return self._run_original("dpa does not know this call of it", args, kwargs)
+            return original("dpa does not know this call of it")
         agreed, held = route in self.shadow.agreed, self.held
         passed = agreed or self.shadow.passed(route)
         if held is not None and (call.finish is not None or call.init_noise_sigma != 1.0):
-            return self._run_original("its loop starts otherwise", args, kwargs)
+            return original("its loop starts otherwise")
         if held is not None and (why := refusal(route.sampler, held)) is not None:
-            return self._run_original(why, args, kwargs)
+            return original(why)
         if passed is None:
+            numbers.rewind()
             with self._rewound(route, call, held is not None):
                 result = self._run_both(route, call, bound, args, kwargs)
             if held is None:
@@ -97,10 +128,10 @@ class FastLoop(Replacement):
             passed = self.shadow.passed(route)
         if not passed:
             self.shadow.leave()
-            return self._run_original("it did not agree with the original", args, kwargs)
+            return original("it did not agree with the original")
         if held is not None:
             if call.condition_mask is not None and bool(call.condition_mask.any()):
-                return self._run_original("it has inpainting of its own", args, kwargs)
+                return original("it has inpainting of its own")
             dtype = _arithmetic(forward)[1]
             floats = {n: x for n, x in held.items() if isinstance(x, Tensor)}
             floats = {n: x.to(dtype) for n, x in floats.items() if x.dtype != torch.bool}
@@ -352,12 +383,15 @@ class FastLoop(Replacement):
 
         None where the original says what is wrong, or knows what this does not.
         """
-        if self.loop.knows is None:
-            call = self.loop.begin(*bound.args, **bound.kwargs)
-        else:
-            named = {n: v for n, v in bound.arguments.items() if n in self.loop.knows}
-            further = named.pop("kwargs", {})
-            call = self.loop.begin(self.policy, **named, **further)
+        try:
+            if self.loop.knows is None:
+                call = self.loop.begin(*bound.args, **bound.kwargs)
+            else:
+                named = {n: v for n, v in bound.arguments.items() if n in self.loop.knows}
+                further = named.pop("kwargs", {})
+                call = self.loop.begin(self.policy, **named, **further)
+        except RuntimeError as error:  # of shapes that an encoder refuses
+            raise ValueError(str(error).partition("\n")[0]) from None
         if call is None:
             return None
         if not isinstance(call, LoopCall):
