@@ -135,7 +135,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     scheduler = {name: config[name] for name in settings.LEROBOT_SCHEDULER}
     scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
     statistics = _lerobot_statistics(loaded.rest, path)
-    modes, other = _modes_of_lerobot(config)
+    modes, other = _modes_of_lerobot(loaded.config)
     assumed = settings.unknown(config, settings.LEROBOT, "config.json")
     assumed += settings.missing_of_lerobot(loaded.config)
     if path.is_dir():
