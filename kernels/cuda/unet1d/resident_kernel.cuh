@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
       stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
   } else {
     if constexpr (kBulk) ptx::registers_increase<240>();
-    // Kept with one pair a thread: with more, which want registers for weights, it costs more than it saves.
+    // Kept on Hopper with one pair a thread: with more, which want registers for weights, it costs more than it saves.
     const auto kept = [](auto argument) {
-      if constexpr (kPairs == 1)
+      if constexpr (kBulk && kPairs == 1)
         return ptx::kept(argument);
       else
         return argument;
