@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -38,8 +39,8 @@ using Clock = std::chrono::steady_clock;
 using Tensors = std::vector<at::Tensor>;
 using Policy = std::function<at::Tensor(const Tensors& inputs)>;  // observations, then noise
 
-Policy open_policy(const std::string& path) {
-  if (path.ends_with(".pt2")) {
+Policy open_policy(const std::string& path, bool package) {
+  if (package) {
     auto package = std::make_shared<torch::inductor::AOTIModelPackageLoader>(path);
     return [package](const Tensors& inputs) { return package->run(inputs)[0]; };
   }
@@ -60,6 +61,7 @@ struct Manifest {
   at::Device device;
   uint32_t crc32;
   bool continuing;
+  bool package;  // of AOTInductor, or else TorchScript
 };
 
 // PyTorch opens a file whose weights are damaged, and computes with them.
@@ -85,32 +87,48 @@ std::string found_in(const std::string& text, const char* pattern, const char* o
   return std::regex_search(text, match, std::regex(pattern)) ? std::string(match[1]) : otherwise;
 }
 
+// Digits alone: `std::stoll` would read the 1 of 1.5.
+int64_t whole(const std::string& text, const char* name) {
+  const bool fits = std::regex_match(text, std::regex(R"re(\d{1,10})re"));
+  TORCH_CHECK(fits, "the manifest's ", name, " must be a whole number, got ", text.empty() ? "nothing" : text);
+  return std::stoll(text);
+}
+
 // The little that the loop needs of the JSON: the inputs' shapes and types stand before the outputs'.
 Manifest read_manifest(const std::string& path) {
   std::ifstream file(path);
   TORCH_CHECK(file, "cannot read the manifest ", path);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::erase_if(text, [](unsigned char c) { return std::isspace(c); });
+  const auto format = found_in(text, R"re("format":"?([^",}]*))re");
+  const bool package = format == "aoti";
+  TORCH_CHECK(package || format == "torchscript", path, ": format must be torchscript or aoti, got ", format);
   const std::string given = text.substr(0, text.find("\"outputs\""));
   std::vector<Input> inputs;
-  const std::regex entry(R"re("shape":\s*\[([^\]]*)\],\s*"dtype":\s*"(\w+)")re");
+  const std::regex entry(R"re("shape":\[([^\]]*)\],"dtype":"(uint8|float32)")re");
   for (std::sregex_iterator it(given.begin(), given.end(), entry), end; it != end; ++it) {
     std::istringstream sizes((*it)[1]);
     auto& into = inputs.emplace_back(Input{{}, (*it)[2] == "uint8" ? at::kByte : at::kFloat});
-    for (std::string size; std::getline(sizes, size, ',');) into.shape.push_back(std::stoll(size));
+    for (std::string size; std::getline(sizes, size, ',');) into.shape.push_back(whole(size, "size of an input"));
   }
-  const auto device = found_in(text, R"re("device":\s*"(\w+)")re");
-  const auto crc32 = found_in(text, R"re("crc32":\s*(\d+))re");
-  const auto part = found_in(text, R"re("part":\s*"(\w+)")re");
-  TORCH_CHECK(inputs.size() >= 2 && !device.empty() && !crc32.empty() && part != "step",
-              "the manifest must be of a whole loop (dpa export --part loop or continuing), got ", path);
+  const auto device = found_in(text, R"re("device":"(cpu|cuda)")re");
+  const auto part = found_in(text, R"re("part":"(\w+)")re");
   const bool continuing = part == "continuing";
-  if (continuing) inputs.resize(inputs.size() - 2);  // last_chunk and weights
-  const auto noise = inputs.back().shape;
-  inputs.pop_back();
-  const auto frames = std::stoll(found_in(text, R"re("frames":\s*(\d+))re", "0"));
-  const auto first = std::stoll(found_in(text, R"re("first_action":\s*(\d+))re", "0"));
-  const auto sum = static_cast<uint32_t>(std::stoul(crc32));
-  return {std::move(inputs), noise, frames, first, at::Device(device), sum, continuing};
+  TORCH_CHECK(inputs.size() >= (continuing ? 4 : 2) && !device.empty() && (part == "loop" || continuing),
+              "the manifest must be of a whole loop (dpa export --part loop or continuing), got ", path);
+  const auto rest = inputs.end() - (continuing ? 3 : 1);  // noise, and perhaps last_chunk and weights
+  const auto noise = rest->shape;
+  const auto crc32 = static_cast<uint32_t>(whole(found_in(text, R"re("crc32":([^,}]*))re"), "crc32"));
+  const auto frames = whole(found_in(text, R"re("frames":([^,}]*))re", "0"), "frames");
+  const auto first = whole(found_in(text, R"re("first_action":([^,}]*))re", "0"), "first_action");
+  bool fits = noise.size() == 4 && first < noise[2];
+  for (auto it = inputs.begin(); it != rest; ++it)
+    fits = fits && it->shape.size() > 1 && it->shape[0] == noise[1] && (frames == 0 || it->shape[1] == frames);
+  for (auto it = rest + 1; fits && it != inputs.end(); ++it)
+    fits = std::equal(it->shape.begin(), it->shape.end(), noise.begin() + 1, noise.end());
+  TORCH_CHECK(fits, "the shapes of the manifest must fit one another, frames and first_action, got ", path);
+  inputs.erase(rest, inputs.end());
+  return {std::move(inputs), noise, frames, first, at::Device(device), crc32, continuing, package};
 }
 
 // What a sensor shows now: an image as height, width and colour, a state as numbers.
@@ -399,7 +417,7 @@ int run(int argc, char** argv) {
   const Manifest manifest = read_manifest(path + ".json");
   check_file(path, manifest.crc32);
   const c10::InferenceMode inference;
-  const Policy policy = open_policy(path);
+  const Policy policy = open_policy(path, manifest.package);
   if (const char* data = std::getenv("DPA_CHECK")) {
     const double difference = check(policy, data, manifest);
     std::printf("largest difference from Python: %.1e\n", difference);
@@ -408,16 +426,24 @@ int run(int argc, char** argv) {
   return (manifest.continuing ? act_while_sampling : act_in_turn)(policy, manifest, hz, cycles);
 }
 
+// TorchScript prints its program first, and the reason behind it.
+std::string reason(std::string message) {
+  while (message.ends_with('\n')) message.pop_back();
+  const bool of_script = message.starts_with("The following operation failed in the TorchScript");
+  const auto end = of_script ? message.rfind("Error: ") : std::string::npos;
+  return end == std::string::npos ? message : message.substr(message.rfind('\n', end) + 1);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const c10::Error& error) {
-    std::fprintf(stderr, "robot: %s\n", error.what_without_backtrace());
+    std::fprintf(stderr, "robot: %s\n", reason(error.what_without_backtrace()).c_str());
     return 1;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "robot: %s\n", error.what());
+    std::fprintf(stderr, "robot: %s\n", reason(error.what()).c_str());
     return 1;
   }
 }

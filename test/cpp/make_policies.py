@@ -5,6 +5,7 @@ gets from the same file.
 """
 
 import json
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -42,6 +43,7 @@ def main(folder: Path) -> None:
     write(folder / "images.pt", "torchscript", policy, inputs, named | {"noise": noise}, facts)
     for part in ("float32.pt", "continuing.pt"):
         write_late(folder / part)
+    write_damaged(folder / "continuing.pt")
 
 
 class Late(torch.nn.Module):
@@ -66,6 +68,30 @@ def write_late(like: Path) -> None:
     facts = {"file": path.name, "first_action": 2, "crc32": zlib.crc32(path.read_bytes())}
     manifest = json.loads(like.with_name(f"{like.name}.json").read_text()) | facts
     path.with_name(f"{path.name}.json").write_text(json.dumps(manifest))
+
+
+def write_damaged(like: Path) -> None:
+    """Write copies whose manifests lack what the program needs, or are of another version."""
+    manifest = json.loads(like.with_name(f"{like.name}.json").read_text())
+    first, *rest = manifest["inputs"]
+    damages = {
+        "format": {"format": "torchscript2"},
+        "no-part": {"part": None},
+        "no-noise": {"inputs": [first, *rest[1:]]},
+        "two-inputs": {"inputs": rest[:2]},
+        "shape-of-noise": {"inputs": [first, rest[0] | {"shape": []}, *rest[1:]]},
+        "shape-of-observation": {"inputs": [first | {"shape": [1]}, *rest]},
+        "width-of-observation": {"inputs": [first | {"shape": [1, 3]}, *rest]},
+        "shape-of-weights": {"inputs": [first, *rest[:2], rest[2] | {"shape": [1, 1, 2]}]},
+        "frames": {"frames": 10**9},
+        "first-action": {"first_action": -1},
+        "crc32": {"crc32": "x"},
+    }
+    folder = like.parent / "damaged"
+    folder.mkdir(exist_ok=True)
+    for name, damage in damages.items():
+        shutil.copy(like, folder / f"{name}.pt")
+        (folder / f"{name}.pt.json").write_text(json.dumps(manifest | damage))
 
 
 def write(path, to, policy, inputs, data, facts=None):

@@ -77,3 +77,10 @@ cp "$policies/float32.pt.json" "$damaged.json"
 if build/robot/robot "$damaged" 20 1; then
   exit 1
 fi
+# Manifests that lack what the program needs, or are of another version: status 1 and one line, before any crash.
+for policy in "$policies"/damaged/*.pt; do
+  status=0
+  build/robot/robot "$policy" 1000 3 >/dev/null 2>build/robot.err || status=$?
+  echo "robot: the manifest of $(basename "$policy"): $(cat build/robot.err)"
+  [ "$status" = 1 ] && [ "$(wc -l <build/robot.err)" = 1 ] || exit 1
+done
