@@ -224,3 +224,6 @@ def test_wrong_usage_of_run(tmp_path):
     done = dpa_run("none.py", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "none.py: there is no such file" in done.stderr
+    done = dpa_run(tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{tmp_path}: is a folder" in done.stderr

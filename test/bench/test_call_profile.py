@@ -86,3 +86,12 @@ def test_of_a_policy_of_lerobot(tmp_path, counted_calls):
 def test_other_kinds_of_pictures_are_refused(unet):
     result = CliRunner().invoke(app, ["profile", str(unet), "--out", "call.gif"])
     assert result.exit_code == 2 and "must end in .png" in result.output
+
+
+@pytest.mark.parametrize("command", ["profile", "bench"])
+def test_a_prefix_is_refused_where_lerobot_loads_the_whole(command, tmp_path):
+    pytest.importorskip("lerobot", reason="LeRobot is not installed")
+    (tmp_path / "policy_preprocessor.json").touch()
+    result = CliRunner().invoke(app, [command, str(tmp_path), "--prefix", "diffusion.unet."])
+    assert isinstance(result.exception, ValueError), result.output
+    assert "--prefix must be left out" in str(result.exception)

@@ -349,12 +349,21 @@ class Settings:
     """Stands for a configuration object of the training code."""
 
 
-@pytest.mark.parametrize("content", [b"", b"# a text\n", b"\x89PNG\r\n\x1a\n"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"# a text\n", "it begins as neither"),
+        (b"\x89PNG\r\n\x1a\n", "it begins as neither"),
+        (b"PK, and no archive", "it begins as neither"),
+        (b"PK\x03\x04, and no archive", "PytorchStreamReader failed"),
+    ],
+)
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_file_of_another_kind_is_called_so(content, trust, tmp_path):
+def test_a_file_of_another_kind_is_called_so(content, why, trust, tmp_path):
     path = tmp_path / "unet.pt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="damaged or no checkpoint: it begins as neither"):
+    with pytest.raises(CheckpointError, match=f"damaged or no checkpoint: {why}"):
         load_checkpoint(path, trust_pickle=trust)
 
 

@@ -163,6 +163,24 @@ def test_images_in_pusht_with_a_video(pusht_policy, suffix, tmp_path):
     assert frames == 21 and size == (680, 680)
 
 
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        (["--plain"], dict.fromkeys(("loop", "encoder", "U-Net"), "can be accelerated")),
+        (
+            ["--mode", "step"],
+            {"loop": "can be accelerated", "encoder": "accelerated", "U-Net": "accelerated"},
+        ),
+    ],
+)
+def test_the_text_claims_no_acceleration_that_there_was_not(options, states, pusht_policy):
+    command = ["eval", str(pusht_policy), "--env", "PushT", "--episodes", "1", "--max-steps", "20"]
+    result = CliRunner().invoke(app, [*command, *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, (result.output, result.exception)
+    for part, state in states.items():
+        assert f" ({part}): {state}: " in result.output, result.output
+
+
 def test_what_is_refused(pusht_policy, tmp_path):
     env = ("--env", "PushT")
     assert "there is no such file" in error(tmp_path, *env)
@@ -176,6 +194,7 @@ def test_what_is_refused(pusht_policy, tmp_path):
     assert "video: must end in .gif or .mp4" in error(pusht_policy, *env, "--video", "a.avi")
     assert "'fast' is not one of 'loop', 'step'" in error(pusht_policy, *env, "--mode", "fast")
     assert "exclude each other" in error(pusht_policy, *env, "--plain", "--compare")
+    assert "--mode must be left out" in error(pusht_policy, *env, "--plain", "--mode", "loop")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((pusht_policy / name).read_bytes())
     assert "saved before LeRobot 0.4" in error(tmp_path, *env)

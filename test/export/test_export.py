@@ -219,6 +219,8 @@ def test_a_damaged_file_or_manifest_is_refused(to, tmp_path):
     beside.unlink()
     with pytest.raises(FileNotFoundError, match=r"policy.json: there is no such file"):
         load_policy(path)
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: is a folder"):
+        load_policy(tmp_path)
 
 
 def test_what_is_refused(tmp_path):

@@ -399,6 +399,14 @@ def test_a_missing_library(command, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["doctor", "info"])
+def test_a_file_that_is_no_library(command, tmp_path):
+    (tmp_path / "notes.txt").write_text("no library\n")
+    status, found = doctor(command=command, DPA_LIBRARY=str(tmp_path / "notes.txt"))
+    text = json.dumps(found)
+    assert status == 1 and "does not load with torch" in text and "make build" not in text
+
+
+@pytest.mark.parametrize("command", ["doctor", "info"])
 def test_a_truncated_library(command, library):
     whole = library.read_bytes()
     library.unlink()
@@ -508,4 +516,4 @@ def test_the_output_for_people_names_each_command():
         [sys.executable, "-m", "dpa", "doctor"], env=broken, capture_output=True, text=True
     )
     assert done.returncode == 1 and re.search(r"wrong +library", done.stdout)
-    assert "library: do this\n  make build" in done.stdout
+    assert "library: do this\n  unset DPA_LIBRARY" in done.stdout

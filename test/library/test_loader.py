@@ -75,8 +75,14 @@ def test_a_process_survives_what_is_no_whole_library(tmp_path):
     os.truncate(short, library.stat().st_size // 2)
     status, line = load(short)
     assert status == 1 and "is damaged or cut short" in line
+    assert line.endswith(": correct or unset DPA_LIBRARY")
+    short.write_text("no library\n")
+    status, line = load(short)
+    assert status == 1 and "does not load with torch" in line
+    assert ": correct or unset DPA_LIBRARY (" in line
     status, line = load(Path(torch.__file__).parent / "lib" / "libtorch.so")
     assert status == 1 and "is another library: it registers no torch.ops.dpa.*" in line
+    assert line.endswith(": correct or unset DPA_LIBRARY")
 
 
 PATHS = """

@@ -133,10 +133,10 @@ def found_of(
 
 def subjects(options: Options, device: torch.device) -> tuple[Subject, Subject]:
     """Return what is measured of a checkpoint: plain, and accelerated."""
-    return (_lerobot if _is_lerobot(options.checkpoint) else _loop)(options, device)
+    return (_lerobot if is_lerobot(options.checkpoint) else _loop)(options, device)
 
 
-def _is_lerobot(path: Path) -> bool:
+def is_lerobot(path: Path) -> bool:
     """Whether it is a LeRobot folder that LeRobot, installed here, loads whole."""
     whole = (path / "policy_preprocessor.json").is_file()
     return whole and find_spec("lerobot") is not None

@@ -355,9 +355,11 @@ def read_file(path: Path, trust_pickle: bool = False) -> Any:
     except Exception as error:  # a damaged file makes pickle raise any exception
         reason = first_line(error)
         with path.open("rb") as file:
-            begins = file.read(2)
-        if begins[:1] != b"\x80" and begins != b"PK":  # a pickle, or the archive of torch.save
-            reason = "it begins as neither torch.save's files nor pickles do"
+            begins = file.read(4)
+        # A pickle, or the archive of torch.save.
+        if begins[:1] != b"\x80" and begins != b"PK\x03\x04":
+            other = "it begins as neither torch.save's files nor pickles do"
+            reason = other if begins else "it is empty"
             raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None
         if "Unsupported" in str(error) or "weights_only" in str(error):
             raise CheckpointError(

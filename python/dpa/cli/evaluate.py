@@ -34,7 +34,9 @@ def evaluate(
     plain: Annotated[bool, typer.Option("--plain", help="Do not accelerate.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain too, same episodes.")] = False,
     dtype: Annotated[Dtype | None, typer.Option(help="Of accelerated weights.")] = None,
-    mode: Annotated[Mode, typer.Option(help="As dpa.accelerate takes it.")] = Mode.loop,
+    mode: Annotated[
+        Mode | None, typer.Option(help="As dpa.accelerate takes it; by default loop.")
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Denoising steps; by default the policy's.")
     ] = None,
@@ -55,13 +57,14 @@ def evaluate(
 
     if plain and compare:
         raise typer.BadParameter("--plain and --compare exclude each other")
-    if plain and dtype is not None:
-        raise typer.BadParameter("--dtype must be left out with --plain")
+    for name, given in (("--dtype", dtype), ("--mode", mode)):
+        if plain and given is not None:
+            raise typer.BadParameter(f"{name} must be left out with --plain")
     path = located(checkpoint)
     kinds = ("plain", "accelerated") if compare else ("plain" if plain else "accelerated",)
     console = Console(stderr=as_json)
     limits = steps, max_steps, device, video
-    kind = kinds, torch_dtype(dtype), mode.value
+    kind = kinds, torch_dtype(dtype), (mode or Mode.loop).value
     options = Options(path, env, episodes, seed, *kind, *limits)
     results = run(options, console)
     if as_json:
@@ -73,6 +76,7 @@ def evaluate(
 def _print(results: dict[str, Any], console: Any) -> None:
     from rich.table import Table
 
+    from dpa.acceleration.survey import Finding
     from dpa.eval.episodes import PERCENTILES
 
     names = [f"p{p}" for p in PERCENTILES]
@@ -93,7 +97,7 @@ def _print(results: dict[str, Any], console: Any) -> None:
         console.print(f"{same} episodes succeed; the actions differ by at most {difference:.1e}")
     for finding in results["acceleration"]:
         console.print(
-            f"{finding['path']} ({finding['part']}): {finding['how']}",
+            f"{finding['path']} ({finding['part']}): {Finding(**finding).state}: {finding['how']}",
             highlight=False,
             markup=False,
         )

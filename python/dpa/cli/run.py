@@ -60,6 +60,8 @@ def run(
         raise ValueError("PROGRAM must be a script, or with -m a module, got nothing")
     name, *arguments = program
     where = os.getcwd() if module else str(Path(name).resolve().parent)
+    if not module and Path(name).is_dir():
+        raise FileNotFoundError(f"{name}: is a folder, and PROGRAM must be a script")
     if not module and not Path(name).is_file():
         raise FileNotFoundError(f"{name}: there is no such file")
     package = name.partition(".")[0]

@@ -175,6 +175,8 @@ def _library(host: Host) -> Iterator[Finding]:
         mend = 'python -c "import dpa"  # builds them, in minutes'
         mend = mend if builds else install(host.ops_for, host.torch, host.torch_bound)
         yield Finding("library", WRONG, host.library_error, mend)
+    elif "unset DPA_LIBRARY" in host.library_error:
+        yield Finding("library", WRONG, host.library_error, "unset DPA_LIBRARY")
     elif built and built != has:
         says = f"built against torch {host.library_torch}, and this is torch {host.torch}"
         mend = _rebuild(host, install([built], None, host.torch_bound))

@@ -124,7 +124,7 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
         path: the file; its manifest lies beside it.
 
     Raises:
-        FileNotFoundError: no such file, or no manifest.
+        FileNotFoundError: no such file, or no manifest; or a folder.
         CheckpointError: the file's bytes are not those that the manifest was written for, or the
             manifest cannot be read.
 
@@ -132,6 +132,8 @@ def load_policy(path: str | Path) -> Callable[..., Any]:
     path = Path(path)
     beside = manifest_of(path)
     for file in (path, beside):
+        if file.is_dir():
+            raise FileNotFoundError(f"{file}: is a folder, where an exported policy is a file")
         if not file.is_file():
             raise FileNotFoundError(f"{file}: there is no such file")
     try:

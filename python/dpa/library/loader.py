@@ -65,6 +65,8 @@ def is_loaded() -> bool:
 
 def _rebuild() -> str:
     """What brings a whole library: in a checkout, and as a package was installed."""
+    if os.environ.get("DPA_LIBRARY") and not wants_jit():
+        return "correct or unset DPA_LIBRARY"
     return "run `make build`" if checkout() else "reinstall dpa's wheel"
 
 
@@ -139,7 +141,8 @@ def load(path: Path | None = None) -> None:
                 f"{torch.version.cuda or 'none'}: {_rebuild()} ({reason})"
             ) from None
         if not is_loaded():
-            raise ImportError(f"dpa: {path} is another library: it registers no torch.ops.dpa.*")
+            why = "is another library: it registers no torch.ops.dpa.*"
+            raise ImportError(f"dpa: {path} {why}: {_rebuild()}")
         _loaded = path
     while _waiting:
         _waiting.pop()()
