@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import dpa
 from dpa.nn import ConditionalResidualBlock1D, ConditionalUnet1D, Conv1dBlock
+from dpa.nn.blocks1d import Conv1d
 
 SMALL = {"diffusion_step_embed_dim": 16, "down_dims": (16, 32)}
 # name: (constructor arguments, batch, horizon)
@@ -328,6 +329,27 @@ def test_blocks_on_their_own(device):
     cond = torch.randn(2, 6, device=device)
     expected = dpa.reference.plain(residual)(x, cond)
     torch.testing.assert_close(residual(x, cond), expected, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "same"},
+        {"padding": "valid", "stride": 2},
+        {"padding": "same", "dilation": 2},
+        {"padding": 1, "padding_mode": "circular", "bias": False},
+        {"groups": 2},
+    ],
+    ids=str,
+)
+def test_a_convolution_takes_every_argument_of_pytorchs(options, device):
+    torch.manual_seed(0)
+    theirs = torch.nn.Conv1d(4, 6, 3, **options).to(device)
+    ours = Conv1d(4, 6, 3, **options).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 4, 11, device=device)
+    for module in (ours, torch.jit.script(ours)):
+        torch.testing.assert_close(module(x), theirs(x), **tolerance(torch.float32))
 
 
 @pytest.mark.parametrize("name", ["film_scale", "local_cond"])

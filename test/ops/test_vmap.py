@@ -293,6 +293,16 @@ def test_ensembles(device):
     assert_close(got, torch.stack([block(x) for block in blocks]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", range(2, 12))
+def test_arguments_that_are_their_defaults(device, count):
+    """functorch leaves out those at the end; a rule finds them again."""
+    new = lambda *shape: torch.randn(shape, dtype=torch.float64, device=device)  # noqa: E731
+    weights, bias, x, residual = new(_N, 6, 4, 3, 3), new(6), new(2, 4, 7, 7), new(2, 6, 4, 4)
+    rest = (bias, bias, bias, residual if count > 9 else None, 3, 1e-5, 2, 1, False)[: count - 2]
+    call = lambda weight: _OPS.conv2d_norm_act(x, weight, *rest)  # noqa: E731
+    assert_close(torch.vmap(call)(weights), torch.stack([call(w) for w in weights]))
+
+
 def test_compiled(device):
     bind, tensors = _mapped(device, _norm, (1, 0, 1, 0, 2))
     mapped = torch.vmap(bind(_OPS.group_norm_mish), (1, 0, 1, 0, 2))

@@ -55,7 +55,8 @@ class Conv1d(nn.Conv1d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C_in, T) to (B, C_out, T')."""
-        if self.padding_mode != "zeros" or self.dilation[0] != 1 or self.groups != 1:
+        by_name = isinstance(self.padding, str)  # "same" or "valid"
+        if by_name or self.padding_mode != "zeros" or self.dilation[0] != 1 or self.groups != 1:
             return self._conv_forward(x, self.weight, self.bias)
         return torch.ops.dpa.conv1d(
             x, self.weight, self.bias, self.stride[0], int(self.padding[0]), False

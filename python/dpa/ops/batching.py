@@ -61,8 +61,9 @@ def _conv1d_gnm(n, input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups
     return torch.ops.dpa.group_norm_mish(x, n * num_groups, gn_weight, gn_bias, *rest)
 
 
-def _conv2d_norm_act(n, input, weight, bias, scale, shift, residual, num_groups, *rest):
-    eps, stride, padding, relu = rest
+def _conv2d_norm_act(n, input, weight, bias=None, scale=None, shift=None, residual=None, *rest):
+    # Arguments that are their defaults do not come.
+    num_groups, eps, stride, padding, relu = (*rest, *(0, 1e-5, 1, 0, True)[len(rest) :])
     as_input = lambda t: None if t is None else t.to(input.dtype)  # noqa: E731
     x = F.conv2d(input, as_input(weight), as_input(bias), stride, padding, groups=n)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
