@@ -97,7 +97,7 @@ def test_states_of_one_observation(hopper, dtype, monkeypatch):
     ("dims", "kernel", "count", "horizon"),
     [
         ((512, 1024, 2048), 3, 16, 16),
-        ((512, 1024), 7, 6, 24),
+        ((512, 1024), 7, 3, 24),
         ((256, 512, 1024), 3, 4, 48),
         ((512, 512), 5, 4, 16),  # a level as wide as the one before it
         ((512, 512, 1024), 7, 8, 16),

@@ -156,45 +156,42 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
   switch (path) {
     case Path::kResident: {
       // The latency of a layer grows with the channel pairs of a thread; most of what is read, is read meanwhile.
-      // kOther: code of 8.0, which holds no weights in registers, as measured on an H200.
-      constexpr double kGemm = 1.1, kPairs = 0.55, kColumnTile = 0.25, kBesides = 0.6, kOther = 1.45;
+      // kOther: code of 8.0, which holds no weights in registers.
+      constexpr double kGemm = 1.16, kPairs = 0.55, kColumnTile = 0.25, kBesides = 0.3, kOther = 1.4, kLeast = 0.8;
       const ResidentLayout r = resident_layout(plan, horizon, device);
       double time = gemms * (kGemm + kPairs * r.pairs) * (device.hopper ? 1 : kOther) + kBesides * read;
       for (int i = 1; i <= r.count && plan.dtype == DType::kFloat32; i++) time += kColumnTile * (r.solo[i].shape & 15);
-      return std::max(time, read);
+      return std::max(time, kLeast * read);
     }
     case Path::kClustered: {
       // Of a layer; more where a cluster has two tiles of the first level, or four, which it multiplies by each tap
       // (measured with three and five), and where a slice has several groups. Times are filled up.
-      constexpr double kAlone = 4.2, kBesides = 0.4, kGemm = 3.3, kTwoTiles = 0.6, kFourTiles = 0.84, kGroups = 1.2;
+      constexpr double kAlone = 4.2, kBesides = 0.4, kGroups = 1.2, kGemm = 2.75, kTwoTiles = 1.1, kFourTiles = 0.93,
+                       kRead = 0.84;
       const double groups = plan.config.num_groups > kSlices ? kGroups : 0, alone = (kAlone + groups) * gemms,
                    four = kFourTiles * std::min(plan.config.kernel_size, 5);
       if (batch == 1) return std::max(alone, read) + kBesides * std::min(alone, read);
-      double time = 0;
-      for (int first = 0; first < batch; first += kChunkSamples) {
-        const int columns = 1 << (log2_of(std::min(batch - first, kChunkSamples)) + log2_of(horizon)),
-                  tiles = plan.config.down_dims[0] / kTileRows * columns / kTileColumns / kClusters;
-        time += gemms * (kGemm + groups + (tiles > 2 ? four : tiles > 1 ? kTwoTiles : 0)) + read;
-      }
-      return time;
+      const int columns = 1 << (log2_of(std::min(batch, kChunkSamples)) + log2_of(horizon)),
+                tiles = plan.config.down_dims[0] / kTileRows * columns / kTileColumns / kClusters;
+      return ceil_div(batch, kChunkSamples) * (gemms * (kGemm + groups +
+                                                        (tiles > 2   ? four
+                                                         : tiles > 1 ? kTwoTiles
+                                                                     : 0)) +
+                                               kRead * read);
     }
     case Path::kTeams: {
       const TeamCall call = team_call(plan, batch, horizon, device);
       return call.samples > 0 ? call.time : kNever;
     }
     case Path::kPhases: {
-      // kClocks: of the plan's model in a microsecond; kWideClocks: in float32, whose GEMMs it has too long, on an
-      // H200. What it misses: few slices, e4m3 that every block widens.
-      constexpr double kPhase = 4.5, kClocks = 1850, kWideClocks = 2450, kNoSlices = 1.15, kFewSlices = 1.1,
-                       kWidened = 1.1;
+      // kClocks: of the plan's model in a microsecond; kWideClocks: in float32. Fitted to 76 networks on an H200, of
+      // Hopper's code and of that for 8.0. What it misses: one slice; e4m3 that every block widens.
+      constexpr double kPhase = 3.8, kClocks = 2030, kWideClocks = 2400, kNoSlices = 1.06, kWidened = 1.1;
       const int samples = phase_samples(plan, batch, horizon, device);
       if (samples == 0) return kNever;
       double time = kPhase * (gemms + 1) + phases_of(plan, samples, horizon, device)->clocks /
                                                (plan.dtype == DType::kFloat32 ? kWideClocks : kClocks);
-      if (plan.slices_in == 1)
-        time *= kNoSlices;
-      else if (plan.slices_out <= 2)
-        time *= kFewSlices;
+      if (plan.slices_in == 1) time *= kNoSlices;
       if (plan.dtype == DType::kFloat8E4M3) time *= kWidened;
       return ceil_div(batch, samples) * time;
     }
@@ -207,17 +204,17 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 }
 
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
-  // Of a layer; of one whose norm is a launch of its own (NormPlan::owned, NormPlan::ranks); of all weights, in 16
-  // bits, which fewer blocks read at a time where widths are no powers of two, and otherwise where a kernel has more than
-  // five taps; of activations, which several kernels read and write; of multiplications. Up to five taps the weights'
-  // cost is between an H100's, 0.7, and an H200's. Without wgmma measured on 132 multiprocessors, which share weights and
-  // multiplications.
-  // In float32 a layer has a launch more for its norm, and three times the GEMM.
+  // Of a layer; of one whose norm is a launch of its own and slow: of narrow vectors, or by several blocks; twice that
+  // where PyTorch's ops run. Of all weights, which fewer blocks read at a time where widths are no powers of two; of
+  // activations, which several kernels read and write; of multiplications. `more_taps`: of the last but activations where a
+  // kernel has more than five. Fitted to 80, 59, 22 and 44 calls on an H200, of which 132 multiprocessors share weights
+  // and multiplications. In float32 every norm is a launch of its own.
   struct Costs {
-    double layer, norm_apart, megaweights, of_more_taps, other_megaweights, activations, gemm;
+    double layer, norm_apart, megaweights, other_megaweights, activations, gemm, more_taps;
   };
-  constexpr Costs kWgmma = {6.4, 9.5, 0.55, 0.7, 1.2, 5e-6, 2.5e-9}, kMma = {14, 17, 1.37, 1.37, 1.7, 5e-6, 6.4e-9},
-                  kHalves = {15.7, 22, 2.1, 2.1, 2.1, 1.3e-5, 7e-9}, kMmaHalves = {24, 30, 2.6, 2.6, 2.9, 1.3e-5, 3e-8};
+  constexpr Costs kWgmma = {5.9, 9.8, 0.42, 1.47, 1.25e-5, 1.4e-9, 1.2},
+                  kHalves = {12.8, 23.5, 2.4, 2.4, 1.8e-5, 6.5e-9, 2.0}, kMma = {14, 17, 1.37, 1.7, 5e-6, 6.4e-9, 1},
+                  kMmaHalves = {16, 29, 3.5, 3.5, 2.4e-5, 2.84e-8, 1.87};
   const bool float32 = plan.dtype == DType::kFloat32;
   const Costs& of = device.hopper ? (float32 ? kHalves : kWgmma) : float32 ? kMmaHalves : kMma;
   bool powers = true;
@@ -225,21 +222,19 @@ double layers_time(const Plan& plan, int batch, int horizon, const Device& devic
   double layers = 0, values = 0;
   for (const Conv& conv : plan.convs) {
     const int times = horizon >> conv.level_out;
-    bool apart = false;
+    double layer = of.layer;
     if (conv.norm >= 0) {
       const auto norm = kernels::teams({batch, conv.counted, times, conv.groups}, float32 ? 4 : 2, device.hopper);
-      if (!norm.fits()) return std::numeric_limits<double>::infinity();
-      apart = norm.ranks > 0 || norm.owned < 4;
+      if (norm.ranks > 0 || (!float32 && norm.owned < 4)) layer = of.norm_apart;
+      if (!norm.fits()) layer = 2 * of.norm_apart;
     }
-    layers += apart ? of.norm_apart : of.layer;
+    layers += layer;
     values += static_cast<double>(batch) * times * conv.channels_out;
   }
-  const double megaweights = !powers                       ? of.other_megaweights
-                             : plan.config.kernel_size > 5 ? of.of_more_taps
-                                                           : of.megaweights;
   return layers + of.activations * values +
-         (device.hopper ? 1 : 132.0 / device.multiprocessors) *
-             (megaweights * weights_of(plan) + of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
+         (device.hopper ? 1 : 132.0 / device.multiprocessors) * (plan.config.kernel_size > 5 ? of.more_taps : 1) *
+             ((powers ? of.megaweights : of.other_megaweights) * weights_of(plan) +
+              of.gemm * static_cast<double>(multiply_adds(plan, batch, horizon)));
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -31,8 +31,8 @@ Path choose_path(const Plan& plan, int batch, int horizon, const Device& device)
 /// Whether a step of `dpa::unet1d_batch`, an op a layer, is to take the place of that path.
 bool layers_pay(const Plan& plan, int batch, int horizon, const Device& device);
 
-/// Microseconds of a step, as a model fitted to an H100 has it, within a fifth: on `path`, infinite where it does not
-/// serve the sizes; by layers, without Hopper's instructions as fitted to code for 8.0 on an H200.
+/// Microseconds of a step, as a model fitted to an H200 has it, most within a fifth: on `path`, infinite where it does
+/// not serve the sizes; by layers. Without Hopper's instructions as fitted to code for 8.0 on that GPU.
 double path_time(const Plan& plan, int batch, int horizon, Path path, const Device& device);
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device);
 
