@@ -182,6 +182,21 @@ def test_wrong_options_are_refused_before_any_policy(options, words, said):
     assert construction._hook is None
 
 
+def test_a_named_policy_that_its_module_imports(said, tmp_path, monkeypatch):
+    kind = type(lerobot_policy())
+    (tmp_path / "policies_of_mine.py").write_text(
+        f"from {kind.__module__} import {kind.__name__} as Mine\nnumber = 3\nclass Other: pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = tuple(f"policies_of_mine:{name}" for name in ("Mine", "number", "Other", "Typo"))
+    monkeypatch.setattr(construction, "KNOWN", ())
+    construction.accelerate_new(said.append, names)
+    monkeypatch.delitem(sys.modules, "policies_of_mine", raising=False)
+    __import__("policies_of_mine")
+    assert said == [f"dpa: {name} is no policy, so it runs as it is" for name in names[1:]]
+    assert is_fast(lerobot_policy())
+
+
 PROGRAM = """
 import sys
 sys.path.insert(0, {support!r})

@@ -87,7 +87,7 @@ def accelerate_new(say: Say, policies: tuple[str, ...] = (), **options: Any) -> 
 
     Args:
         say: called with one line for each policy: what of it is accelerated, or why nothing is.
-        policies: further classes, as "module:Class".
+        policies: further classes, as "module:Class", where the module may import the class.
         options: of :func:`dpa.accelerate`.
 
     Raises:
@@ -101,9 +101,9 @@ def accelerate_new(say: Say, policies: tuple[str, ...] = (), **options: Any) -> 
         module, colon, name = policy.partition(":")
         right = module and colon and name.isidentifier()
         require(right, "policy", "be written as module:Class", repr(policy))
-        further.append((re.escape(module), name))
+        further.append((module, name))
     if _hook is None:
-        _hook = _Hook((*KNOWN, *further), say, options)
+        _hook = _Hook(further, say, options)
         _hook.start()
 
 
@@ -122,11 +122,16 @@ def leave_new() -> None:
     _hook = None
 
 
+def _acts(kind: type) -> bool:
+    return any(hasattr(kind, method) for method in ACTS)
+
+
 class _Hook:
     """Wraps the constructors of policies; a finder of modules, ahead of all others."""
 
-    def __init__(self, known: tuple[tuple[str, str], ...], say: Say, options: dict[str, Any]):
-        self.say, self.options = say, options
+    def __init__(self, further: list[tuple[str, str]], say: Say, options: dict[str, Any]):
+        self.say, self.options, self._further = say, options, further
+        known = (*KNOWN, *((re.escape(module), name) for module, name in further))
         self._known = [(re.compile(module), re.compile(name)) for module, name in known]
         self._wrapped: list[tuple[type, Any]] = []
 
@@ -166,10 +171,15 @@ class _Hook:
             own = isinstance(value, type) and value.__module__ == name
             if own and any(kind.fullmatch(value.__name__) for kind in named):
                 self._wrap(value)
+        for of, kind in self._further:
+            value = getattr(module, kind, None) if of == name else None
+            if isinstance(value, type) and _acts(value):
+                self._wrap(value)
+            elif of == name:
+                self.say(f"dpa: {of}:{kind} is no policy, so it runs as it is")
 
     def _wrap(self, kind: type) -> None:
-        made = [wrapped for wrapped, _ in self._wrapped]
-        if kind in made or not any(hasattr(kind, method) for method in ACTS):
+        if kind in [wrapped for wrapped, _ in self._wrapped] or not _acts(kind):
             return
         self._wrapped.append((kind, vars(kind).get("__init__")))
         construct = kind.__init__
