@@ -18,6 +18,7 @@ from dpa.export import (
     LayeredLoop,
     PackedLoop,
     PackedStep,
+    PlainLoop,
     export_policy,
     load_policy,
 )
@@ -229,11 +230,19 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"format must be one of torchscript, .*, got gguf"):
         export_policy(policy, tmp_path / "x", "gguf", inputs)
     with pytest.raises(ValueError, match=r"onnx for PlainLoop .*, got onnx, LayeredLoop"):
-        export_policy(policy, tmp_path / "x", "onnx", inputs)
+        export_policy(policy, str(tmp_path / "x"), "onnx", inputs)
+    for names in (("noise", "observation"), ("observation", "sample")):
+        wrong = dict(zip(names, inputs.values(), strict=True))
+        with pytest.raises(ValueError, match="inputs must be observation, noise, got"):
+            export_policy(policy, tmp_path / "x", "torchscript", wrong)
     scheduler = diffusers.DPMSolverMultistepScheduler(20, beta_schedule="squaredcos_cap_v2")
     table = dpa.schedulers.from_diffusers(scheduler, 4)
     with pytest.raises(ValueError, match=r"table must be a StepTable .*, got .*MultistepTable"):
         LayeredLoop(policy.unet, table)
+    table = dpa.schedulers.from_diffusers(diffusers.DDIMScheduler(20), 4)
+    for kind in (LayeredLoop, PlainLoop):
+        with pytest.raises(ValueError, match=r"unet must be a dpa.nn.ConditionalUnet1D, .*Linear"):
+            kind(torch.nn.Linear(2, 2), table)
 
 
 def test_a_package_of_a_compiler_with_a_static_library_opens(tmp_path):

@@ -13,6 +13,7 @@ import dpa
 from dpa.checkpoints.loading import CheckpointError
 from dpa.cli.app import app
 from dpa.export.checkpoint import read
+from dpa.export.places import files_of
 from dpa.export.settings import LEROBOT_DEFAULTS, LEROBOT_SCHEDULER
 
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -120,3 +121,20 @@ def test_statistics_are_finite(value, folder):
     save_file(statistics, path / "policy_preprocessor_step_3_normalizer_processor.safetensors")
     with pytest.raises(CheckpointError, match="the normalisation of actions must be finite"):
         read(path)
+
+
+def test_its_file_of_weights_stands_for_the_folder(folder):
+    path, _ = folder
+    (path / "policy_preprocessor.json").write_text('{"steps": [{"registry_name": "other"}]}')
+    whole, alone = read(path), read(path / "model.safetensors")
+    assert whole.assumed == alone.assumed and any("other" in line for line in whole.assumed)
+    for name in ("observation", "action"):
+        pairs = zip(getattr(whole.around, name), getattr(alone.around, name), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    assert set(files_of(path)) == set(files_of(path / "model.safetensors")) != set()
+
+
+def test_observations_are_as_wide_as_the_network_takes_them(folder):
+    message = f"must give the {FRAMES * DO} values that the network takes, got {DO} of 1 frames"
+    with pytest.raises(CheckpointError, match=message):
+        read(configured(folder[0], n_obs_steps=1))

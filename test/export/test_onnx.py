@@ -52,6 +52,9 @@ def test_steps_make_up_the_loop(name, tmp_path):
         sample, actions = step(observation, sample, index + number, entry)
     assert number + 1 == manifest["steps"] and manifest["part"] == "step"
     torch.testing.assert_close(actions, want, rtol=1e-4, atol=1e-4)
+    for other in (-1, manifest["steps"]):
+        with pytest.raises(Exception, match="out of data bounds"):
+            step(observation, sample, index + other, entry)
 
 
 @pytest.mark.parametrize("kind", [PlainLoop, PlainStep])

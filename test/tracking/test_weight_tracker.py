@@ -73,6 +73,30 @@ def test_all_of_a_small_one_shows_in_any_order_of_memory(device):
         assert _shows(layer, place), place
 
 
+@pytest.mark.parametrize("mode", ["tracked", "checked", "frozen"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda weight: weight.transpose(0, 1),
+        lambda weight: weight[:1].expand_as(weight),
+        lambda weight: weight.as_strided(weight.shape, (5, 160, 1)),
+    ],
+)
+def test_other_strides_at_the_same_address_show(view, mode, device):
+    layer = nn.Conv1d(32, 32, 5).to(device)
+    tracker = WeightTracker([(layer, "weight")], mode)
+    tracker.remember()
+    assert not tracker.moved() and not tracker.changed()
+    layer.weight.data = view(layer.weight.data)
+    assert tracker.moved() and tracker.changed()
+    tracker.remember()
+    tracker.start()
+    assert not tracker.moved() and not tracker.changed() and not tracker.values_changed()
+    layer.weight.data[3, 4, 2] += 1
+    tracker.start()
+    assert tracker.values_changed() == (mode != "frozen")
+
+
 def test_a_parameter_that_is_gone_shows(device):
     layer = nn.Linear(4, 4).to(device)
     tracker = WeightTracker([(layer, "weight"), (layer, "bias")])

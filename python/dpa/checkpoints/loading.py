@@ -11,9 +11,11 @@ import functools
 import json
 import re
 import zipfile
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,7 +43,11 @@ from dpa.nn.unet1d import ConditionalUnet1D
 from dpa.nn.variants import LEROBOT, ORIGINAL, VARIANTS
 
 _DEPTH = 16  # of nested dicts
-_AVERAGED = re.compile(r"(?<![a-z])(ema|averaged)(?![a-z])")  # in where weights lie
+# In where weights lie, by words: averages, what are none, and what has a network's names besides.
+_AVERAGED = re.compile(r"(?<![a-z])(ema|averaged?|avg|swa)(?![a-z])")
+_NOT_AVERAGED = re.compile(r"(?<![a-z])(non?|not|without)[^a-z]*(ema|averaged?|avg|swa)(?![a-z])")
+_NO_WEIGHTS = re.compile(r"(?<![a-z])(optimizers?|optim|exp_avg|exp_avg_sq|grads?)(?![a-z])")
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class CheckpointError(ValueError):
@@ -98,7 +104,8 @@ def load_checkpoint(
     Args:
         path: a ``.safetensors`` file with LeRobot's ``config.json`` beside it or without, a folder
             with these two, or a file of ``torch.save``.
-        ema: prefer averaged weights where the file has both; False prefers the others.
+        ema: prefer averaged weights where the file has both; False prefers the others. Which they
+            are follows from the names of where they lie.
         prefix: beginning of the parameter names of the U-Net to take, where there are several.
         n_groups: of the GroupNorms, which no shape shows; None takes what a configuration in the
             file or beside it says, or 8. DP3's ``use_*_condition`` are taken from there too: FiLM
@@ -107,7 +114,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, needs ``trust_pickle``, or holds no such U-Net;
+        CheckpointError: the file is damaged, needs ``trust_pickle``, holds no such U-Net, two
+            tensors of one name, or averages without names;
             ``NearCopyError`` where it holds a near-copy, whose own class loads it.
 
     """
@@ -122,13 +130,22 @@ def load_checkpoint(
     if not found:
         wanted = "" if prefix is None else f" under the prefix {prefix!r}"
         raise NoUnetError(f"{path}: holds no conditional U-Net of the family{wanted}")
-    averaged = [bool(_AVERAGED.search(f"{where}.{start}".lower())) for where, start, _ in found]
+    averaged = _averaged(found)
     chosen = found[averaged.index(ema) if ema in averaged else 0]
+    named = config
     if not config and isinstance(content, Mapping):
         config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
-    settings = _settings(config, path, {} if n_groups is None else {"n_groups": n_groups})
+        named = content  # what says n_groups may have tensors beside it
+        lists = any(name == "shadow_params" for name, _ in _entries(content))
+        got = "averages in a list (shadow_params), which ema=False leaves out"
+        named_averages = True in averaged or not (ema and lists)
+        require(named_averages, f"{path}: averages", "have names", got, CheckpointError)
+    given = {} if n_groups is None else {"n_groups": n_groups}
+    if chosen[3] is not None:
+        given = _settings_of_module(chosen[3], path) | given
+    settings = _settings(named, path, given)
     groups = settings.get("n_groups", 8)
-    names = [f"{where}: {start}".removeprefix(": ") for where, start, _ in (chosen, *found)]
+    names = [f"{where}: {start}".removeprefix(": ") for where, start, *_ in (chosen, *found)]
     others = tuple(name for name in names[1:] if name != names[0])
     weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
     own = {n[len(chosen[1]) :]: v for n, v in weights.items()}
@@ -148,6 +165,35 @@ def load_checkpoint(
     rest = {n: v for n, v in chosen[2].items() if n not in weights}
     perhaps = CONSISTENCY.policies if students is None else ""
     return Checkpoint(unet, arguments, names[0], config, rest, others, perhaps)
+
+
+def _averaged(found: list[tuple[str, str, dict[str, Tensor], nn.Module | None]]) -> list[bool]:
+    """Whether each U-Net's weights are averages, by the words that their places do not share."""
+    places = [_CAMEL.sub("_", f"{where}.{start}".lstrip(".")).lower() for where, start, *_ in found]
+    words = [place.split(".") for place in places]
+    while words and all(part and part[0] == words[0][0] for part in words):
+        words = [part[1:] for part in words]
+    # Lightning's WeightAveraging keeps averages where weights were.
+    swapped = any(place.startswith("current_model_state") for place in places)
+    return [
+        bool(_AVERAGED.search(_NOT_AVERAGED.sub("", ".".join(part))))
+        or (swapped and place.startswith("state_dict"))
+        for part, place in zip(words, places, strict=True)
+    ]
+
+
+def _settings_of_module(network: nn.Module, path: Path) -> dict[str, int]:
+    """Return what the norms of a pickled network say; the last block's are 8 groups."""
+    norms = [
+        module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.GroupNorm) and "final_conv" not in name.split(".")
+    ]
+    wrong = {module.eps for module in norms} - {1e-5}
+    got = ", ".join(map(str, wrong))
+    require(not wrong, f"{path}: the network's norms", "have an eps of 1e-5", got, CheckpointError)
+    groups = {module.num_groups for module in norms}
+    return {"n_groups": groups.pop()} if len(groups) == 1 else {}
 
 
 def unet_from_state_dict(state_dict: Mapping[str, Tensor], n_groups: int = 8) -> ConditionalUnet1D:
@@ -195,13 +241,23 @@ def _renamed(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     one = len(starts) < 2
     require(one, "state_dict", "hold one U-Net", ", ".join(starts), CheckpointError)
     start = starts[0] if starts else ""
-    weights = {
-        original_name(name[len(start) :]): state_dict[full]
+    of_unet = [
+        (original_name(name[len(start) :]), state_dict[full])
         for name, full in names.items()
         if name.startswith(start) and isinstance(state_dict[full], Tensor)
-    }
+    ]
+    weights = _once(of_unet)
     _refuse_kinds(weights)
     return weights
+
+
+def _once(named: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Refuse two tensors of one name: one of them would be lost."""
+    found = dict(named)
+    if len(found) < len(named):
+        names = [name for name, _ in named]
+        _refuse("two tensors have one name", sorted({n for n in names if names.count(n) > 1})[:5])
+    return found
 
 
 def _refuse_kinds(weights: Mapping[str, Tensor]) -> None:
@@ -223,26 +279,35 @@ def _refuse(rule: str, lines: list[str]) -> None:
 
 def _unets(
     content: Any, where: str = "", seen: dict[int, Any] | None = None, depth: int = 0
-) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
-    """Yield (place, prefix, its state dict) for each U-Net in nested dicts, each read once."""
+) -> Iterator[tuple[str, str, dict[str, Tensor], nn.Module | None]]:
+    """Yield each U-Net in nested dicts: place, prefix, its state dict, the module that it was."""
     seen = {} if seen is None else seen
     if id(content) in seen or depth > _DEPTH:
         return
     seen[id(content)] = content
-    if isinstance(content, nn.Module):
-        content = content.state_dict()
-    if not isinstance(content, Mapping):
+    module = content if isinstance(content, nn.Module) else None
+    if module is not None:
+        content = module.state_dict()
+    if not isinstance(content, Mapping) or _NO_WEIGHTS.search(where.lower()):
         return
-    tensors = {
-        name.replace("_orig_mod.", ""): value
-        for name, value in _items(content)
-        if isinstance(name, str) and isinstance(value, Tensor)
-    }
+    tensors = _once(
+        [
+            (name.replace("_orig_mod.", ""), value)
+            for name, value in _items(content)
+            if isinstance(name, str) and isinstance(value, Tensor)
+        ]
+    )
     for start in prefixes(tensors):
-        yield where, start, tensors
+        yield where, start, tensors, module and _submodule(module, start)
     for name, value in _items(content):
         if isinstance(value, (Mapping, nn.Module)):
             yield from _unets(value, f"{where}.{name}".lstrip("."), seen, depth + 1)
+
+
+def _submodule(module: nn.Module, start: str) -> nn.Module:
+    """Return the part of a network whose parameters have names that begin so."""
+    inner = {name.replace("_orig_mod.", ""): part for name, part in module.named_modules()}
+    return inner[start.removesuffix(".")]
 
 
 def _holds_weights(content: Any, depth: int = 0) -> bool:
@@ -288,13 +353,19 @@ def _settings(config: Mapping[str, Any], path: Path, given: dict[str, Any]) -> d
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Yield the entries of a configuration, at any depth, each mapping's once."""
-    seen: list[Any] = [config]
-    for level in seen:
+    levels: list[Any] = [config]
+    seen = {id(config)}
+    for level in levels:
         for name, value in _items(level):
             yield name, value
             value = _parsed(value)
-            if isinstance(value, Mapping) and not any(value is other for other in seen):
-                seen.append(value)
+            kinds = Mapping, list, tuple, Namespace, SimpleNamespace
+            if not isinstance(value, kinds) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Namespace | SimpleNamespace):
+                value = vars(value)
+            levels.append(value if isinstance(value, Mapping) else dict(enumerate(value)))
 
 
 def _items(content: Any) -> Iterable[tuple[Any, Any]]:

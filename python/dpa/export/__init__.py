@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import zlib
@@ -44,7 +45,7 @@ FORMATS = {"torchscript": ".pt", "exported-program": ".pt2", "aoti": ".pt2", "on
 
 def export_policy(
     policy: LayeredLoop | PackedLoop | PackedStep | ContinuingLoop | PlainLoop | ImagePolicy,
-    path: Path,
+    path: str | Path,
     to: str,
     inputs: dict[str, Tensor],
     facts: dict[str, Any] | None = None,
@@ -71,10 +72,14 @@ def export_policy(
             computed where ``path`` or its manifest exists and is no regular file.
 
     """
+    path = Path(path)
     check_places(path, "path")
     require(to in FORMATS, "format", f"be one of {', '.join(FORMATS)}", to)
     right, got = (to == "onnx") == isinstance(policy, PlainLoop), f"{to}, {type(policy).__name__}"
     require(right, "format", "be onnx for PlainLoop and PlainStep alone", got)
+    if not isinstance(policy, ImagePolicy):  # which has those of its images
+        named = list(inspect.signature(policy.forward).parameters)
+        require(list(inputs) == named, "inputs", f"be {', '.join(named)}", ", ".join(inputs))
     checked: dict[str, Any] = {}
     with _as_it_will_run(policy), torch.no_grad():
         report("compiling")

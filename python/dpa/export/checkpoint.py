@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpa.checkpoints.loading import Checkpoint, CheckpointError, load_checkpoint
 from dpa.export import settings
+from dpa.export.places import folder_of
 from dpa.export.policy import Affine, Around
 from dpa.export.schedulers import USUAL_SCHEDULER
 from dpa.library.checks import require
@@ -134,12 +135,12 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     config = settings.LEROBOT_DEFAULTS | loaded.config
     scheduler = {name: config[name] for name in settings.LEROBOT_SCHEDULER}
     scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
-    statistics = _lerobot_statistics(loaded.rest, path)
+    folder = folder_of(path)
+    statistics = _lerobot_statistics(loaded.rest, folder)
     modes, other = _modes_of_lerobot(loaded.config)
     assumed = settings.unknown(config, settings.LEROBOT, "config.json")
     assumed += settings.missing_of_lerobot(loaded.config)
-    if path.is_dir():
-        assumed += settings.unknown_of_processors(path, modes)
+    assumed += settings.unknown_of_processors(folder, modes)
     action = _lerobot_affine(statistics, "action", modes.get("ACTION", other))
     if action is None:
         needed = _needed(modes.get("ACTION", other))
@@ -165,6 +166,12 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
         ]
         if parts and all(part is not None for part in parts):
             observation = _concatenated([part for part in parts if part is not None], frames)
+            given = observation.scale.numel()
+            rule = f"give the {width} values that the network takes"
+            got = f"{given} of {frames} frames"
+            require(
+                given == width, f"{path}: input_features, n_obs_steps", rule, got, CheckpointError
+            )
         else:
             needed = _needed(*(modes.get(kind, other) for kind in kinds.values()))
             assumed.append(f"observation: the folder holds no {needed}; normalise it before")
@@ -195,7 +202,7 @@ def normalisations_of_lerobot(path: Path, features: Mapping[str, Any]) -> dict[s
 
     """
     loaded = load_checkpoint(path)
-    statistics = _lerobot_statistics(loaded.rest, path)
+    statistics = _lerobot_statistics(loaded.rest, folder_of(path))
     modes, other = _modes_of_lerobot(loaded.config)
     found = {}
     for name, feature in features.items():
@@ -209,7 +216,7 @@ def normalisations_of_lerobot(path: Path, features: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _lerobot_statistics(rest: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _lerobot_statistics(rest: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Return ``FEATURE.STATISTIC`` tensors, of whichever of LeRobot's two layouts is there."""
     found = {}
     for name, value in rest.items():  # within the model, up to LeRobot 0.3
@@ -219,7 +226,7 @@ def _lerobot_statistics(rest: Mapping[str, Tensor], path: Path) -> dict[str, Ten
             feature = feature.replace("observation_", "observation.", 1)
             found[f"{feature}.{statistic}"] = value
     for kind in ("pre", "post"):  # in processors of their own, since
-        for file in sorted(path.glob(f"policy_{kind}processor_step_*.safetensors")):
+        for file in sorted(folder.glob(f"policy_{kind}processor_step_*.safetensors")):
             from safetensors.torch import load_file
 
             # Both have the statistics of everything; the second unnormalises actions with its own.

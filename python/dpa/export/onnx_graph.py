@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpa.export.policy import NO_CLIP, Around, Exported
+from dpa.export.policy import NO_CLIP, Around, Exported, check_own
 from dpa.library.checks import first_line, require
 from dpa.packed.agreement import relative_error
 from dpa.reference import plain
@@ -35,14 +35,18 @@ class PlainLoop(Exported):
     """The whole loop, unrolled: ``(observation, noise) -> actions``, as ``LayeredLoop`` has it.
 
     Args:
-        unet: the network; it is copied, in float32.
+        unet: a :class:`dpa.nn.ConditionalUnet1D`; it is copied, in float32.
         table: the steps.
         around: encoder and normalisation.
+
+    Raises:
+        ValueError: the network is of another class.
 
     """
 
     def __init__(self, unet: nn.Module, table: StepTable, around: Around = _ALONE):
         super().__init__(table, around)
+        check_own(unet)
         self.dtype = torch.float32
         self.conditioned = getattr(unet, "global_cond_dim", None) != 0
         self.unet = _plain(unet, self.timesteps)
@@ -64,6 +68,7 @@ class PlainStep(PlainLoop):
         self, observation: Tensor, sample: Tensor, index: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Map (B, Do), (B, T, Da), one int64 and (B, T, Da) to the next sample and its actions."""
+        index = torch.where(index < 0, self.steps, index)  # ONNX would count it from the end
         output = self.unet(sample, index, None, self.condition(observation))
         row = self.coefficients.index_select(0, index).unbind(1)
         sample = _stepped(output, sample, row, noise, self.clip)

@@ -16,15 +16,19 @@ def manifest_of(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
+def folder_of(checkpoint: Path) -> Path:
+    """Return the folder of a LeRobot checkpoint, which its file of weights may stand for."""
+    return checkpoint.parent if checkpoint.suffix == ".safetensors" else checkpoint
+
+
 def files_of(checkpoint: Path) -> Iterator[Path]:
     """Yield the files that are read of a checkpoint, a file or a folder."""
-    if checkpoint.is_dir():
+    folder = folder_of(checkpoint)
+    if folder.is_dir():
         for pattern in _OF_FOLDER:
-            yield from checkpoint.glob(pattern)
-        return
-    yield checkpoint
-    if checkpoint.suffix == ".safetensors":
-        yield checkpoint.with_name("config.json")
+            yield from folder.glob(pattern)
+    else:
+        yield checkpoint
 
 
 def check_places(path: Path, argument: str, inputs: Iterable[Path] = ()) -> None:

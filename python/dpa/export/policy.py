@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.library.checks import require
+from dpa.nn import ConditionalUnet1D
 from dpa.packed.unet import PackedUnet
 from dpa.schedulers.conversion import StepTable
 
@@ -126,6 +127,12 @@ class Exported(nn.Module):
         return (sample - self.action_center) * self.action_scale + self.action_offset
 
 
+def check_own(unet: nn.Module) -> None:
+    """Refuse a network whose layers are not the library's: only those can be written."""
+    rule = "be a dpa.nn.ConditionalUnet1D, as dpa.load_checkpoint gives it"
+    require(isinstance(unet, ConditionalUnet1D), "unet", rule, type(unet).__name__)
+
+
 class LayeredLoop(Exported):
     """The whole loop, layer by layer: ``(observation, noise) -> actions``.
 
@@ -133,17 +140,19 @@ class LayeredLoop(Exported):
     sample, and each step that adds noise takes the next entry.
 
     Args:
-        unet: the network, in the dtype that it shall run in.
+        unet: a :class:`dpa.nn.ConditionalUnet1D`, in the dtype that it shall run in.
         table: the steps, as :func:`dpa.schedulers.from_diffusers` gives them.
         around: encoder and normalisation.
 
     Raises:
-        ValueError: the table is a multistep one: the exported loop keeps no earlier x0.
+        ValueError: the table is a multistep one: the exported loop keeps no earlier x0; or the
+            network is of another class.
 
     """
 
     def __init__(self, unet: nn.Module, table: StepTable, around: Around = Around()):
         super().__init__(table, around)
+        check_own(unet)
         self.unet = unet
         self.dtype = next(unet.parameters()).dtype
         self.conditioned = getattr(unet, "global_cond_dim", None) != 0

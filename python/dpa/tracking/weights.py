@@ -20,18 +20,26 @@ _WHOLE = 1 << 13  # elements of a matrix that is compared as a whole; of a thin 
 _SPREAD = 256  # elements, spread over all of a larger one
 _GOLDEN = 0.618
 
-Stamp = tuple[list[int], list[int]]
+Places = tuple[list[int], list[tuple[int, ...]]]
+Stamp = tuple[Places, list[int]]
 # The event behind an answer, the answer, and what is compared: a graph that compares keeps it.
 Comparison = tuple[torch.cuda.Event, Tensor, Tensor, list[Tensor]]
 
 
+def _places_of(tensors: list[Tensor]) -> Places:
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
+
+
 def stamp_of(tensors: list[Tensor]) -> Stamp:
-    """Where tensors lie, and how often each was written, where that is counted."""
+    """Where tensors lie, by which strides, and how often each was written, where that is counted.
+
+    A tensor whose ``data`` is made a transposed view of it has the same address and version.
+    """
     try:
         versions = list(map(_version, tensors))
     except RuntimeError:  # tensors made in inference mode count no versions
         versions = []
-    return list(map(Tensor.data_ptr, tensors)), versions
+    return _places_of(tensors), versions
 
 
 def version_of(tensor: Tensor) -> Hashable:
@@ -75,7 +83,7 @@ class WeightTracker:
         self._names = [name for _, name in slots]
         self._stamp: Stamp | None = None
         self._elements: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._places: Places = [], []
         self._values: Tensor | None = None
         self._graph: Replayed | None = None
         self.counts = bool(self._read()[1])
@@ -124,12 +132,12 @@ class WeightTracker:
             return
         # Views: they show what is written through parameter.data as well.
         parameters = [parameter.detach() for parameter in self.tensors()]
-        addresses = list(map(Tensor.data_ptr, parameters))
-        if self._values is not None and addresses == self._addresses:
+        places = _places_of(parameters)
+        if self._values is not None and places == self._places:
             self._values.copy_(_bytes(self._compared()))
             return
         self._elements = [view for parameter in parameters for view in _sampled(parameter)]
-        self._parameters, self._addresses = parameters, addresses
+        self._parameters, self._places = parameters, places
         self._values = _bytes(self._compared())
         self._graph = None
         if self._values.is_cuda:
