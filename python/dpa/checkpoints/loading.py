@@ -282,13 +282,13 @@ def _unets(
 ) -> Iterator[tuple[str, str, dict[str, Tensor], nn.Module | None]]:
     """Yield each U-Net in nested dicts: place, prefix, its state dict, the module that it was."""
     seen = {} if seen is None else seen
-    if id(content) in seen or depth > _DEPTH:
+    if id(content) in seen or depth > _DEPTH or _NO_WEIGHTS.search(where.lower()):
         return
     seen[id(content)] = content
     module = content if isinstance(content, nn.Module) else None
     if module is not None:
         content = module.state_dict()
-    if not isinstance(content, Mapping) or _NO_WEIGHTS.search(where.lower()):
+    if not isinstance(content, Mapping):
         return
     tensors = _once(
         [
