@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +20,13 @@ from torch import nn
 
 import dpa
 
-variable = 0.0
+variable = another = 0.0
+imported = ModuleType("imported")
+imported.variable = 0.0
+
+
+def from_another():
+    return another
 
 
 class Guide:
@@ -31,6 +37,14 @@ class Guide:
 
     def offset(self):
         return self.weight + self.strength
+
+    def __call__(self):
+        return self.weight
+
+    __enter__ = __call__
+
+    def __exit__(self, *_):
+        pass
 
 
 class Offset(nn.Module):
@@ -50,14 +64,17 @@ class ReadsMuch:
 
     def hold(self):
         self.held = SimpleNamespace(weight=0.0)
-        self.nested = {"guides": [Guide()]}
+        self.nested = {"guides": [Guide()], "functions": {"one": from_another}}
+        self.guide, self.entered, self.method = Guide(), Guide(), Guide().offset
         if isinstance(self, nn.Module):
             self.register_buffer("shift", torch.zeros(()))
         return self
 
     def offset(self):
         here = self.held.weight + self.nested["guides"][0].offset() + self.of_class + variable
-        return here + getattr(self, "shift", 0.0)
+        here += self.guide() + self.method() + self.nested["functions"]["one"]() + imported.variable
+        with self.entered as entered:
+            return here + entered + getattr(self, "shift", 0.0)
 
 
 class Policy(ReadsMuch, OriginalPolicy):
@@ -89,10 +106,15 @@ class Scheduler(ReadsMuch, diffusers.DDIMScheduler):
 CHANGES = {
     "an object": lambda one: setattr(one.held, "weight", 1.0),
     "an object in containers": lambda one: setattr(one.nested["guides"][0], "weight", 1.0),
+    "an object that is called": lambda one: setattr(one.guide, "weight", 1.0),
+    "an object that is entered": lambda one: setattr(one.entered, "weight", 1.0),
+    "an object of a method": lambda one: setattr(one.method.__self__, "weight", 1.0),
     "a buffer": lambda one: one.shift.fill_(1.0),
     "the class": lambda one: setattr(ReadsMuch, "of_class", 1.0),
     "the class of an object": lambda one: setattr(Guide, "strength", 1.0),
     "a variable": lambda one: globals().update(variable=1.0),
+    "a variable of a function": lambda one: globals().update(another=1.0),
+    "a variable of a module": lambda one: setattr(imported, "variable", 1.0),
     "a layer's buffer": lambda one: one.layer.value.fill_(1.0),
     "a layer's setting": lambda one: setattr(one.layer, "factor", 2.0),
 }
@@ -101,7 +123,8 @@ CHANGES = {
 @pytest.fixture(autouse=True)
 def _as_it_was():
     yield
-    Guide.strength = ReadsMuch.of_class = globals()["variable"] = 0.0
+    Guide.strength = ReadsMuch.of_class = imported.variable = 0.0
+    globals().update(variable=0.0, another=0.0)
 
 
 def _policy(device, kind):

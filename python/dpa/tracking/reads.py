@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ _KNOWN = frozenset({"torch", "dpa", "diffusers", "lerobot", "builtins"})
 _NO_VALUES = (ModuleType, FunctionType, type)
 _WORDS = (int, float, bool, str, type(None))
 PLAIN = (*_WORDS, bytes, complex, torch.dtype, torch.device)
+# Special methods of an object that is held are called by no name: all are followed but these.
+_NOT_FOLLOWED = frozenset(
+    {"__init__", "__new__", "__del__", "__repr__", "__str__", "__eq__", "__hash__"}
+)
 _TENSORS = ("_buffers", "_parameters")
 _DEEPEST, _LONGEST = 4, 1000  # objects in objects, and the values of a container
 
@@ -95,8 +99,13 @@ class Reads:
         """Collect the names in the methods, and in those that they lead to."""
         while names - self._names:
             self._names |= names
-            for one in [self._owner, *self._objects(self._owner, 0)]:
-                for function in _functions_of(class_of(one), self._names):
+            for function in _functions_of(class_of(self._owner), self._names):
+                names = names | self._take(function)
+            for one in self._objects(self._owner, 0):
+                if isinstance(one, FunctionType):
+                    names = names | self._take(one)
+                    continue
+                for function in _functions_of(class_of(one), self._names, special=True):
                     names = names | self._take(function)
 
     def _take(self, function: FunctionType) -> set[str]:
@@ -112,6 +121,8 @@ class Reads:
             if isinstance(value, FunctionType):
                 if value.__module__ == function.__module__:
                     names |= self._take(inspect.unwrap(value))
+            elif isinstance(value, ModuleType):
+                self._places += _of_module(value, names)
             elif _is_value(value):
                 self._places.append(read)
         return names
@@ -141,23 +152,42 @@ class Reads:
         return self._shown if isinstance(value, Tensor) else not hasattr(value, "__dict__")
 
     def _objects(self, value: Any, depth: int) -> Iterator[Any]:
-        """Yield the objects that the names lead to."""
+        """Yield the objects and the functions that the names lead to."""
         if depth < _DEEPEST:
             inner = _inside(value)
-            for one in self._named(value).values() if inner is None else inner:
+            for one in self._named(value, code=True).values() if inner is None else inner:
+                if isinstance(one, MethodType):
+                    yield one.__func__
+                    one = one.__self__
+                if isinstance(one, FunctionType):
+                    if _is_foreign(one):
+                        yield inspect.unwrap(one)
+                    continue
+                if one is self._owner:
+                    continue
                 if self._is_object(one):
                     yield one
                 if self._is_object(one) or _inside(one) is not None:
                     yield from self._objects(one, depth + 1)
 
-    def _named(self, value: Any) -> dict[str, Any]:
-        """What an object has under the names, by itself or by its classes."""
+    def _named(self, value: Any, code: bool = False) -> dict[str, Any]:
+        """What an object has under the names, by itself or by its classes.
+
+        ``code``: also the functions that it holds itself.
+        """
         if isinstance(value, Mapping):
             return {name: value[name] for name in sorted(self._names) if name in value}
         found: dict[str, Any] = {}
         for space in [*map(vars, reversed(_foreign(class_of(value)))), vars(value)]:
             found |= {name: space[name] for name in sorted(self._names & space.keys())}
-        return {n: one for n, one in found.items() if type(one) in PLAIN or _is_value(one)}
+        own = vars(value) if code else {}
+        return {
+            name: one
+            for name, one in found.items()
+            if type(one) in PLAIN
+            or _is_value(one)
+            or (name in own and isinstance(one, FunctionType))
+        }
 
     def _is_object(self, value: Any) -> bool:
         if id(value) in self._apart or isinstance(value, (Tensor, nn.Module)):
@@ -173,7 +203,9 @@ class Reads:
             keys = list(value) if isinstance(value, dict) else None
             return type(value), keys, [self._value(one, held, depth + 1) for one in inner]
         held.append(value)
-        if depth > _DEEPEST or id(value) in self._apart:
+        if isinstance(value, MethodType):
+            return id(value.__func__), self._value(value.__self__, held, depth + 1)
+        if depth > _DEEPEST or id(value) in self._apart or value is self._owner:
             return id(value)
         if isinstance(value, nn.Module) and self._modules:
             return [self._module(one, held, depth) for one in self._inner(value, {})]
@@ -224,15 +256,36 @@ def _foreign(kind: type) -> list[type]:
     return [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in _KNOWN]
 
 
+def _is_foreign(function: FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] not in _KNOWN
+
+
 def _is_value(value: Any) -> bool:
-    """Whether it is neither code nor what a class gives its objects by code."""
+    """Whether it is neither code nor what a class gives its objects by code.
+
+    A bound method stands for its object.
+    """
+    if isinstance(value, MethodType):
+        return _is_foreign(value.__func__)
     return not isinstance(value, _NO_VALUES) and not hasattr(type(value), "__get__")
 
 
-def _functions_of(kind: type, names: set[str]) -> Iterator[FunctionType]:
-    """Yield what the classes of an object define under these names."""
+def _of_module(module: ModuleType, names: set[str]) -> Iterator[Callable[[], Any]]:
+    """Yield the variables of an imported module that have these names."""
+    own = vars(module)
+    if module.__name__.partition(".")[0] not in _KNOWN:
+        for name in sorted(names & own.keys()):
+            if _is_value(own[name]):
+                yield lambda name=name: own[name]
+
+
+def _functions_of(kind: type, names: set[str], special: bool = False) -> Iterator[FunctionType]:
+    """Yield what the classes of an object define under these names, or as special methods."""
     for space in map(vars, _foreign(kind)):
-        for name in names & space.keys():
+        found_names = names & space.keys()
+        if special:
+            found_names |= {name for name in space if name.startswith("__")} - _NOT_FOLLOWED
+        for name in found_names:
             found = space[name]
             for inside in ("__func__", "fget", "func"):  # of class methods, properties, cached ones
                 found = getattr(found, inside, None) or found
