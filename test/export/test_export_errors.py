@@ -16,6 +16,7 @@ from dpa.cli.app import app
     ("options", "message"),
     [
         (["--to", "aoti", "--device", "tpu"], "device must be cpu, cuda or cuda:N, got tpu"),
+        (["--to", "aoti", "--device", "cpu:"], "device must be cpu, cuda or cuda:N, got cpu:"),
         (["--to", "aoti", "--horizon", "9"], "horizon must be a multiple of 2 here, got 9"),
         (["--to", "aoti", "--steps", "200"], "num_inference_steps must lie in 1..100"),
     ],

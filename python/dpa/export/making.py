@@ -163,8 +163,8 @@ def _check_onnx(choice: Choice) -> None:
 
 
 def _device(name: str) -> torch.device:
-    kind, _, number = name.partition(":")
-    right = kind in ("cpu", "cuda") and (not number or number.isdigit())
+    kind, colon, number = name.partition(":")
+    right = kind in ("cpu", "cuda") and (not colon or number.isdigit())
     require(right, "device", "be cpu, cuda or cuda:N", name)
     here = kind == "cpu" or torch.cuda.is_available()
     require(here, "device", "be cpu here: PyTorch sees no GPU", name)
