@@ -497,6 +497,15 @@ def test_what_is_refused():
         AdamW([whole]).step()
 
 
+def test_one_gradient_of_two_parameters_is_not_cleared_between_them(device):
+    parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    parameters[0].grad = parameters[1].grad = torch.ones(3, device=device)
+    AdamW(parameters, lr=0.1).step()
+    assert torch.equal(*parameters) and (parameters[0] != 1).all()
+    with pytest.raises(RuntimeError, match="gradients must differ with clear_grads"):
+        AdamW(parameters, lr=0.1, clear_grads=True).step()
+
+
 def test_lerobot_makes_and_saves_it(tmp_path):
     """A config of LeRobot's registry builds it, and its checkpoints restore it."""
     optimizers = pytest.importorskip("lerobot.optim.optimizers")
