@@ -58,6 +58,9 @@ def _train(unet, model, team):
     with ema.applied():
         averages = {name: whole(p).detach().clone() for name, p in unet.named_parameters()}
     averages["evaluated"] = evaluated
+    kept = ema.state_dict()  # of FSDP2 the shards, as such
+    averages |= {f"kept {i}": whole(average).clone() for i, average in enumerate(kept["averages"])}
+    ema.load_state_dict(kept)
     weights = {name: whole(p).detach().clone() for name, p in unet.named_parameters()}
     return grads, weights, averages
 

@@ -181,6 +181,37 @@ def check_states(team, alone):
         assert_close(resumed.optimizer.state_dict(), plain.optimizer.state_dict(), **_CLOSE)
 
 
+def check_reading_a_state(team, alone):
+    """torch.distributed.checkpoint makes a step where an optimizer has no state yet."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    run = _Run(team, steps=2)
+    run.optimizer.zero_grad()
+    before, weights = copy.deepcopy(run.optimizer.state_dict()), copy.deepcopy(run.weights())
+    get_optimizer_state_dict(run.unet, run.optimizer)
+    assert_close(run.optimizer.state_dict(), before, rtol=0, atol=0)
+    assert_close(run.weights(), weights, rtol=0, atol=0)
+
+
+def check_states_that_differ_within_a_group(team, alone):
+    state = _Run(alone, steps=2).optimizer.state_dict()
+    first = state["param_groups"][0]["params"][0]
+    run = _Run(team, steps=1)
+    for steps in (1.0, None):
+        other = copy.deepcopy(state)
+        other["state"][first] = {} if steps is None else {"step": torch.tensor(steps)}
+        with pytest.raises(ValueError, match="the state must have one number of steps a group"):
+            run.optimizer.load_state_dict(other)
+    for group in state["param_groups"]:  # as older classes wrote it
+        del group["decoupled_weight_decay"]
+    for of_parameter in state["state"].values():
+        of_parameter["step"] = int(of_parameter["step"])
+    run.optimizer.load_state_dict(state)
+    run.step()
+    steps = {float(one["step"]) for one in run.optimizer.state_dict()["state"].values()}
+    assert steps == {3.0}
+
+
 def check_errors(team, alone):
     unet = _unet(team.device)
     with pytest.raises(ValueError, match="params must have one dtype and device, got"):

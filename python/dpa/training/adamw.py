@@ -238,7 +238,8 @@ class AdamW(_OneOp, torch.optim.AdamW):
             device, before the scaling. The norm is that of the parameters given: with PyTorch's
             ``ZeroRedundancyOptimizer`` of each process's own, so clip before the step there.
         ema: the averages that ``step`` moves, as its ``update`` would after the step. That is not
-            called any more.
+            called any more. Not with ``ZeroRedundancyOptimizer``, which sends the other processes'
+            parameters later: there ``update`` follows its step.
         clear_grads: whether ``step`` leaves zeros in ``grad``, for loops that keep gradients'
             memory (``zero_grad(set_to_none=False)``).
         amsgrad, foreach, capturable, differentiable, fused: as for ``torch.optim.AdamW``, so that

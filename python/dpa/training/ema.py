@@ -19,6 +19,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _sharded_as(parameter: Tensor, average: Tensor) -> Tensor:
+    """Return an average as a parameter is: a DTensor of it where that is one.
+
+    Checkpoints of several ranks would take a plain tensor of one name for the same on all.
+    """
+    if not hasattr(parameter, "to_local"):
+        return average
+    from torch.distributed.tensor import DTensor
+
+    where, whole = (parameter.device_mesh, parameter.placements), parameter.detach()
+    sizes = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(average, *where, run_check=False, **sizes)
+
+
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
     """A model's parameters; of modules that FSDP2 shards the shards, whatever has been gathered.
 
@@ -220,8 +234,12 @@ class EMA:
             _parameters(self.model)  # drops the averages that a forward has gathered
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"updates": self.updates, "averages": self.averages}
+        """What a checkpoint keeps: the averages themselves, under FSDP2 as DTensors."""
+        averages, parameters = self.averages, _parameters(self.model)
+        if any(hasattr(parameter, "to_local") for parameter in parameters):
+            pairs = zip(parameters, averages, strict=True)
+            averages = [_sharded_as(*pair) for pair in pairs]
+        return {"updates": self.updates, "averages": averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the averages of a checkpoint.
@@ -232,7 +250,8 @@ class EMA:
         """
         missing = {"averages", "updates"} - set(state)
         require(not missing, "EMA: state", "hold averages and updates", f"none of {missing}")
-        self._check_shapes("state", state["averages"])
-        for kept, new in zip(self.averages, state["averages"], strict=True):
-            kept.copy_(new.detach())
+        news = [local(average.detach()) for average in state["averages"]]
+        self._check_shapes("state", news)
+        for kept, new in zip(self.averages, news, strict=True):
+            kept.copy_(new)
         self.updates = state["updates"]

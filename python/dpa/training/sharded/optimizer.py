@@ -295,14 +295,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         self.state[self._parameters[i]][name] = own
         state = super().state_dict()
         if self._exchange is not None:
-            self.state.clear()
+            self._clear_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, or of ``optimizer`` itself, in every process."""
+        """Load the state of this class, or of ``optimizer`` itself, in every process.
+
+        Raises:
+            ValueError: parameters of a group have taken different numbers of steps: those that are
+                updated together have one. Then nothing has changed.
+
+        """
+        for group in state_dict["param_groups"]:
+            states = (state_dict["state"].get(i, {}) for i in group["params"])
+            taken = {tuple(float(s[name]) for name in _SCALARS if name in s) for s in states}
+            rule, got = "have one number of steps a group", sorted(taken)
+            require(len(taken) < 2, "ShardedOptimizer: the state", rule, got)
         super().load_state_dict(state_dict)
+        for group in self.param_groups:  # of an older class
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         if self._exchange is not None:
             self._take_state()
+
+    def _clear_state(self) -> None:
+        """Leave an empty state of a parameter: that there is one says that no step must make it.
+
+        ``torch.distributed.checkpoint.state_dict`` else makes a step, of gradients of 0.
+        """
+        self.state.clear()
+        self.state[self._parameters[0]] = {}
 
     @torch.no_grad()
     def _take_state(self) -> None:
@@ -321,7 +343,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     if piece.owner == rank and isinstance(value, Tensor) and name not in _SCALARS:
                         piece.among(state[name]).copy_(piece.of(value))
             self._inner.state[shard].update(state)
-        self.state.clear()
+        # As the class takes up a state that an older one, or PyTorch's of its name, has made.
+        self._inner.__setstate__(
+            {"state": self._inner.state, "param_groups": self._inner.param_groups}
+        )
+        self._clear_state()
 
 
 def _pipelined(shard: Tensor) -> bool:
