@@ -7,7 +7,8 @@ import torch
 from lerobot_names import lerobot_name
 
 import dpa
-from dpa.checkpoints.loading import CheckpointError, load_checkpoint
+from dpa.checkpoints.files import CheckpointError
+from dpa.checkpoints.loading import load_checkpoint
 
 UNET = {"global_cond_dim": 5, "diffusion_step_embed_dim": 8, "down_dims": (8, 16), "n_groups": 4}
 

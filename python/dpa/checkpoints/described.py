@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpa.checkpoints.loading import Checkpoint, CheckpointError, read_config
+from dpa.checkpoints.files import CheckpointError, read_config
+from dpa.checkpoints.loading import Checkpoint
 from dpa.library.checks import require
 from dpa.nn.family import template
 

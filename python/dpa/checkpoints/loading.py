@@ -1,8 +1,6 @@
 """Read the U-Net from a checkpoint: the original's, LeRobot's, robomimic's, NoMaD's.
 
-Nothing in a file is executed unless the caller asks: safetensors hold tensors alone, and pickles
-are read with ``weights_only``. A diffusion_policy ``.ckpt`` also pickles its configuration
-(omegaconf), which ``weights_only`` refuses; ``trust_pickle=True`` unpickles it in full.
+What is in a file decides: the names of its tensors, of where they lie, and its configuration.
 """
 
 from __future__ import annotations
@@ -10,17 +8,17 @@ from __future__ import annotations
 import functools
 import json
 import re
-import zipfile
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dpa.checkpoints.files import CheckpointError, read_config, read_file
 from dpa.checkpoints.near_copies import (
     CONSISTENCY,
     NearCopy,
@@ -28,7 +26,7 @@ from dpa.checkpoints.near_copies import (
     near_copy,
     of_consistency_policy,
 )
-from dpa.library.checks import first_line, require
+from dpa.library.checks import require
 from dpa.nn.family import (
     NotInFamily,
     arguments_from_shapes,
@@ -48,10 +46,6 @@ _AVERAGED = re.compile(r"(?<![a-z])(ema|averaged?|avg|swa)(?![a-z])")
 _NOT_AVERAGED = re.compile(r"(?<![a-z])(non?|not|without)[^a-z]*(ema|averaged?|avg|swa)(?![a-z])")
 _NO_WEIGHTS = re.compile(r"(?<![a-z])(optimizers?|optim|exp_avg|exp_avg_sq|grads?)(?![a-z])")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-
-
-class CheckpointError(ValueError):
-    """The file cannot be read, or lacks the requested U-Net; the message gives the reason."""
 
 
 class NoUnetError(CheckpointError):
@@ -91,6 +85,19 @@ class Checkpoint:
     perhaps: str = ""
 
 
+class _Found(NamedTuple):
+    """A U-Net in a file: where its names lie and begin, the state dict, and the module it was."""
+
+    where: str
+    start: str
+    tensors: dict[str, Tensor]
+    module: nn.Module | None
+
+    @property
+    def source(self) -> str:
+        return f"{self.where}: {self.start}".removeprefix(": ")
+
+
 def load_checkpoint(
     path: str | Path,
     *,
@@ -126,48 +133,53 @@ def load_checkpoint(
     if path.suffix == ".safetensors":
         config = read_config(path.with_name("config.json"))
     content = read_file(path, trust_pickle)
-    found = [entry for entry in _unets(content) if prefix in (None, entry[1])]
+    found = [entry for entry in _unets(content) if prefix in (None, entry.start)]
     if not found:
         wanted = "" if prefix is None else f" under the prefix {prefix!r}"
         raise NoUnetError(f"{path}: holds no conditional U-Net of the family{wanted}")
-    averaged = _averaged(found)
-    chosen = found[averaged.index(ema) if ema in averaged else 0]
+    chosen = _choose(found, ema, content, path)
     named = config
     if not config and isinstance(content, Mapping):
         config = {n: v for n, v in content.items() if isinstance(n, str) and not _holds_weights(v)}
         named = content  # what says n_groups may have tensors beside it
-        lists = any(name == "shadow_params" for name, _ in _entries(content))
-        got = "averages in a list (shadow_params), which ema=False leaves out"
-        named_averages = True in averaged or not (ema and lists)
-        require(named_averages, f"{path}: averages", "have names", got, CheckpointError)
     given = {} if n_groups is None else {"n_groups": n_groups}
-    if chosen[3] is not None:
-        given = _settings_of_module(chosen[3], path) | given
+    if chosen.module is not None:
+        given = _settings_of_module(chosen.module, path) | given
     settings = _settings(named, path, given)
     groups = settings.get("n_groups", 8)
-    names = [f"{where}: {start}".removeprefix(": ") for where, start, *_ in (chosen, *found)]
-    others = tuple(name for name in names[1:] if name != names[0])
-    weights = {n: v for n, v in chosen[2].items() if n.startswith(chosen[1])}
-    own = {n[len(chosen[1]) :]: v for n, v in weights.items()}
+    source, start = chosen.source, chosen.start
+    others = tuple(entry.source for entry in found if entry.source != source)
+    weights = {n: v for n, v in chosen.tensors.items() if n.startswith(start)}
+    own = {n[len(start) :]: v for n, v in weights.items()}
     if (copy := near_copy(own, groups)) is not None:
-        raise NearCopyError(path, replace(copy, source=names[0], others=others))
+        raise NearCopyError(path, replace(copy, source=source, others=others))
     try:
         unet = unet_from_state_dict(weights, groups)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     arguments = arguments_from_shapes(unet.state_dict(), groups)
-    students = is_of_consistency_policy(chosen[1], chosen[2], arguments, _entries(config))
+    students = is_of_consistency_policy(start, chosen.tensors, arguments, _entries(config))
     if students:
         copy = of_consistency_policy(own, arguments)
-        raise NearCopyError(path, replace(copy, source=names[0], others=others))
+        raise NearCopyError(path, replace(copy, source=source, others=others))
     bare, scale = switched_off(settings), arguments["cond_predict_scale"]
     unet.load_state_dict(without_film(unet.state_dict(), bare, scale))
-    rest = {n: v for n, v in chosen[2].items() if n not in weights}
+    rest = {n: v for n, v in chosen.tensors.items() if n not in weights}
     perhaps = CONSISTENCY.policies if students is None else ""
-    return Checkpoint(unet, arguments, names[0], config, rest, others, perhaps)
+    return Checkpoint(unet, arguments, source, config, rest, others, perhaps)
 
 
-def _averaged(found: list[tuple[str, str, dict[str, Tensor], nn.Module | None]]) -> list[bool]:
+def _choose(found: list[_Found], ema: bool, content: Any, path: Path) -> _Found:
+    """Return the averages, or with ``ema=False`` what they are of, where there are both."""
+    averaged = _averaged(found)
+    if ema and True not in averaged and isinstance(content, Mapping):
+        lists = any(name == "shadow_params" for name, _ in _entries(content))
+        got = "averages in a list (shadow_params), which ema=False leaves out"
+        require(not lists, f"{path}: averages", "have names", got, CheckpointError)
+    return found[averaged.index(ema) if ema in averaged else 0]
+
+
+def _averaged(found: list[_Found]) -> list[bool]:
     """Whether each U-Net's weights are averages, by the words that their places do not share."""
     places = [_CAMEL.sub("_", f"{where}.{start}".lstrip(".")).lower() for where, start, *_ in found]
     words = [place.split(".") for place in places]
@@ -279,8 +291,8 @@ def _refuse(rule: str, lines: list[str]) -> None:
 
 def _unets(
     content: Any, where: str = "", seen: dict[int, Any] | None = None, depth: int = 0
-) -> Iterator[tuple[str, str, dict[str, Tensor], nn.Module | None]]:
-    """Yield each U-Net in nested dicts: place, prefix, its state dict, the module that it was."""
+) -> Iterator[_Found]:
+    """Yield each U-Net in nested dicts, each read once."""
     seen = {} if seen is None else seen
     if id(content) in seen or depth > _DEPTH or _NO_WEIGHTS.search(where.lower()):
         return
@@ -298,7 +310,7 @@ def _unets(
         ]
     )
     for start in prefixes(tensors):
-        yield where, start, tensors, module and _submodule(module, start)
+        yield _Found(where, start, tensors, module and _submodule(module, start))
     for name, value in _items(content):
         if isinstance(value, (Mapping, nn.Module)):
             yield from _unets(value, f"{where}.{name}".lstrip("."), seen, depth + 1)
@@ -316,16 +328,6 @@ def _holds_weights(content: Any, depth: int = 0) -> bool:
         and depth < _DEPTH
         and any(_holds_weights(value, depth + 1) for value in content.values())
     )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return what a file of JSON says, and nothing where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no JSON object: {error}") from None
 
 
 _WANTED = ("n_groups", "use_down_condition", "use_mid_condition", "use_up_condition")
@@ -384,58 +386,3 @@ def _parsed(value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     return value
-
-
-def _refuse_altered_archive(path: Path) -> None:
-    """Check the checksums, which torch.load does not, and that no entry is compressed."""
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            packed = not stored or sum(e.file_size for e in entries) > path.stat().st_size
-            damaged = None if packed else archive.testzip()
-    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
-    if packed:
-        raise CheckpointError(f"{path}: holds packed entries, which torch.save never writes")
-    if damaged:
-        raise CheckpointError(f"{path}: is damaged: the checksum of {damaged} does not fit")
-
-
-def read_file(path: Path, trust_pickle: bool = False) -> Any:
-    """Read a file of safetensors or of ``torch.save``, whatever it holds, to the CPU."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
-    if path.suffix == ".safetensors":
-        try:
-            from safetensors import SafetensorError
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        except ImportError:
-            raise CheckpointError(f"{path}: reading it needs `pip install safetensors`") from None
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: is damaged or cut short: {error}") from None
-    _refuse_altered_archive(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
-    except ModuleNotFoundError as error:
-        raise CheckpointError(f"{path}: unpickling it needs the package {error.name}") from None
-    except Exception as error:  # a damaged file makes pickle raise any exception
-        reason = first_line(error)
-        with path.open("rb") as file:
-            begins = file.read(4)
-        # A pickle, or the archive of torch.save.
-        if begins[:1] != b"\x80" and begins != b"PK\x03\x04":
-            other = "it begins as neither torch.save's files nor pickles do"
-            reason = other if begins else "it is empty"
-            raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None
-        if "Unsupported" in str(error) or "weights_only" in str(error):
-            raise CheckpointError(
-                f"{path}: holds pickled objects besides tensors, as diffusion_policy's .ckpt files "
-                "do. Where you trust its origin, trust_pickle=True (--trust-pickle) reads it, and "
-                "runs whatever code it holds"
-            ) from None
-        raise CheckpointError(f"{path}: is damaged or no checkpoint: {reason}") from None

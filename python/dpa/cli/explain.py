@@ -52,7 +52,8 @@ def explain(
     from rich.markup import escape
     from rich.table import Table
 
-    from dpa.checkpoints.loading import NearCopyError, NoUnetError, read_config
+    from dpa.checkpoints.files import read_config
+    from dpa.checkpoints.loading import NearCopyError, NoUnetError
 
     path = located(checkpoint, only="config.json")
     config = read_config(path / "config.json") if path.is_dir() else {}
@@ -85,7 +86,7 @@ def _read(path: Path, checkpoint: str, config: dict[str, Any], options: dict[str
     """Read weights, or what LeRobot's configuration says where there are none here."""
     import dpa
     from dpa.checkpoints.described import described
-    from dpa.checkpoints.loading import CheckpointError
+    from dpa.checkpoints.files import CheckpointError
 
     on_hub = not Path(checkpoint).exists()
     bare = on_hub or not any(path.glob("*.safetensors"))

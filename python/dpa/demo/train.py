@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpa.checkpoints.loading import read_file
+from dpa.checkpoints.files import read_file
 from dpa.demo import world as W
 from dpa.library.files import replacing
 from dpa.nn import ConditionalUnet1D

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.checkpoints.loading import CheckpointError
+from dpa.checkpoints.files import CheckpointError
 from dpa.export import onnx_graph
 from dpa.export.continuing import ContinuingLoop
 from dpa.export.images import ImagePolicy

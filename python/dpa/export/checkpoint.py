@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.checkpoints.loading import Checkpoint, CheckpointError, load_checkpoint
+from dpa.checkpoints.files import CheckpointError
+from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.export import settings
 from dpa.export.places import folder_of
 from dpa.export.policy import Affine, Around
