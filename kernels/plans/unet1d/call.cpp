@@ -156,7 +156,7 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
   switch (path) {
     case Path::kResident: {
       // The latency of a layer grows with the channel pairs of a thread; most of what is read, is read meanwhile.
-      // kOther: code of 8.0, which holds no weights in registers.
+      // kOther: code of 8.0, which holds no weights in registers. kLeast: of `read`, whose reading is an H100's.
       constexpr double kGemm = 1.16, kPairs = 0.55, kColumnTile = 0.25, kBesides = 0.3, kOther = 1.4, kLeast = 0.8;
       const ResidentLayout r = resident_layout(plan, horizon, device);
       double time = gemms * (kGemm + kPairs * r.pairs) * (device.hopper ? 1 : kOther) + kBesides * read;
@@ -165,7 +165,7 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
     }
     case Path::kClustered: {
       // Of a layer; more where a cluster has two tiles of the first level, or four, which it multiplies by each tap
-      // (measured with three and five), and where a slice has several groups. Times are filled up.
+      // (measured with three and five), and where a slice has several groups; kRead: of `read`. Times are filled up.
       constexpr double kAlone = 4.2, kBesides = 0.4, kGroups = 1.2, kGemm = 2.75, kTwoTiles = 1.1, kFourTiles = 0.93,
                        kRead = 0.84;
       const double groups = plan.config.num_groups > kSlices ? kGroups : 0, alone = (kAlone + groups) * gemms,
@@ -173,11 +173,8 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
       if (batch == 1) return std::max(alone, read) + kBesides * std::min(alone, read);
       const int columns = 1 << (log2_of(std::min(batch, kChunkSamples)) + log2_of(horizon)),
                 tiles = plan.config.down_dims[0] / kTileRows * columns / kTileColumns / kClusters;
-      return ceil_div(batch, kChunkSamples) * (gemms * (kGemm + groups +
-                                                        (tiles > 2   ? four
-                                                         : tiles > 1 ? kTwoTiles
-                                                                     : 0)) +
-                                               kRead * read);
+      const double more = groups + (tiles > 2 ? four : tiles > 1 ? kTwoTiles : 0);
+      return ceil_div(batch, kChunkSamples) * (gemms * (kGemm + more) + kRead * read);
     }
     case Path::kTeams: {
       const TeamCall call = team_call(plan, batch, horizon, device);
@@ -206,9 +203,9 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
 double layers_time(const Plan& plan, int batch, int horizon, const Device& device) {
   // Of a layer; of one whose norm is a launch of its own and slow: of narrow vectors, or by several blocks; twice that
   // where PyTorch's ops run. Of all weights, which fewer blocks read at a time where widths are no powers of two; of
-  // activations, which several kernels read and write; of multiplications. `more_taps`: of the last but activations where a
-  // kernel has more than five. Fitted to 80, 59, 22 and 44 calls on an H200, of which 132 multiprocessors share weights
-  // and multiplications. In float32 every norm is a launch of its own.
+  // activations, which several kernels read and write; of multiplications. `more_taps`: of the last but activations
+  // where a kernel has more than five. Fitted to 80, 59, 22 and 44 calls on an H200, of which 132 multiprocessors share
+  // weights and multiplications. In float32 every norm is a launch of its own.
   struct Costs {
     double layer, norm_apart, megaweights, other_megaweights, activations, gemm, more_taps;
   };

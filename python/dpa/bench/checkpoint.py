@@ -37,6 +37,11 @@ class Options:
     seconds: float = 20.0
     read: dict[str, Any] = field(default_factory=dict)  # options of dpa.load_checkpoint
 
+    def __post_init__(self) -> None:
+        if self.read.get("prefix") is not None and _is_lerobot(self.checkpoint):
+            rule = "be left out: LeRobot loads the folder whole"
+            raise ValueError(f"{self.checkpoint}: --prefix must {rule}")
+
 
 @dataclass
 class Subject:
@@ -133,10 +138,10 @@ def found_of(
 
 def subjects(options: Options, device: torch.device) -> tuple[Subject, Subject]:
     """Return what is measured of a checkpoint: plain, and accelerated."""
-    return (_lerobot if is_lerobot(options.checkpoint) else _loop)(options, device)
+    return (_lerobot if _is_lerobot(options.checkpoint) else _loop)(options, device)
 
 
-def is_lerobot(path: Path) -> bool:
+def _is_lerobot(path: Path) -> bool:
     """Whether it is a LeRobot folder that LeRobot, installed here, loads whole."""
     whole = (path / "policy_preprocessor.json").is_file()
     return whole and find_spec("lerobot") is not None

@@ -182,11 +182,9 @@ def _checkpoint(
 ) -> None:
     from rich.console import Console
 
-    from dpa.bench.checkpoint import Options, is_lerobot, measure
+    from dpa.bench.checkpoint import Options, measure
 
     path, weights = located(checkpoint), torch_dtype(dtype)
-    if reading["prefix"] is not None and is_lerobot(path):
-        raise ValueError(f"{path}: --prefix must be left out: LeRobot loads the folder whole")
     with Console(stderr=True).status("measuring plain and accelerated calls in turns"):
         found = measure(Options(path, device, weights, steps, seconds, reading))
     if as_json:

@@ -58,13 +58,11 @@ def profile(
 
     from dpa.bench.call_profile import picture
     from dpa.bench.call_profile import profile as measure
-    from dpa.bench.checkpoint import Options, is_lerobot
+    from dpa.bench.checkpoint import Options
 
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"--out must end in .png, .svg or .pdf, got {out.name}")
     path, weights = located(checkpoint), torch_dtype(dtype)
-    if prefix is not None and is_lerobot(path):
-        raise ValueError(f"{path}: --prefix must be left out: LeRobot loads the folder whole")
     reading = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
     with Console(stderr=True).status("measuring the parts of plain and accelerated calls in turns"):
         found = measure(Options(path, device, weights, steps, seconds, reading))

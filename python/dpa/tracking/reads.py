@@ -156,13 +156,10 @@ class Reads:
         if depth < _DEEPEST:
             inner = _inside(value)
             for one in self._named(value, code=True).values() if inner is None else inner:
-                if isinstance(one, MethodType):
-                    yield one.__func__
-                    one = one.__self__
-                if isinstance(one, FunctionType):
-                    if _is_foreign(one):
-                        yield inspect.unwrap(one)
-                    continue
+                is_method = isinstance(one, MethodType)
+                function, one = (one.__func__, one.__self__) if is_method else (one, one)
+                if isinstance(function, FunctionType) and _is_foreign(function):
+                    yield inspect.unwrap(function)
                 if one is self._owner:
                     continue
                 if self._is_object(one):

@@ -26,10 +26,6 @@ Stamp = tuple[Places, list[int]]
 Comparison = tuple[torch.cuda.Event, Tensor, Tensor, list[Tensor]]
 
 
-def _places_of(tensors: list[Tensor]) -> Places:
-    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
-
-
 def stamp_of(tensors: list[Tensor]) -> Stamp:
     """Where tensors lie, by which strides, and how often each was written, where that is counted.
 
@@ -39,7 +35,7 @@ def stamp_of(tensors: list[Tensor]) -> Stamp:
         versions = list(map(_version, tensors))
     except RuntimeError:  # tensors made in inference mode count no versions
         versions = []
-    return _places_of(tensors), versions
+    return (list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))), versions
 
 
 def version_of(tensor: Tensor) -> Hashable:
@@ -132,7 +128,7 @@ class WeightTracker:
             return
         # Views: they show what is written through parameter.data as well.
         parameters = [parameter.detach() for parameter in self.tensors()]
-        places = _places_of(parameters)
+        places = self._stamp[0]
         if self._values is not None and places == self._places:
             self._values.copy_(_bytes(self._compared()))
             return

@@ -102,13 +102,13 @@ class _OneOp(torch.optim.Optimizer):
         A ``closure`` computes the loss, which is returned, and its gradients, as for any optimizer.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        layouts = {p.grad.layout for p in self._trained()} - {torch.strided}
+        grads = [p.grad for p in self._trained()]
+        layouts = {grad.layout for grad in grads} - {torch.strided}
         name, got = type(self).__name__, ", ".join(map(str, layouts))
         require(not layouts, f"{name}: gradients", "be dense", got, RuntimeError)
-        if self.clear_grads:
-            grads = [id(p.grad) for p in self._trained()]
-            rule, got = "differ with clear_grads", "one of two parameters"
-            require(len({*grads}) == len(grads), f"{name}: gradients", rule, got, RuntimeError)
+        differ = not self.clear_grads or len({id(grad) for grad in grads}) == len(grads)
+        rule, got = "differ with clear_grads", "one of two parameters"
+        require(differ, f"{name}: gradients", rule, got, RuntimeError)
         coefficient = self._clip_coefficient()
         ema = None if self.ema is None or self._only_makes_state() else self.ema
         averages = {} if ema is None else ema.averaged()
