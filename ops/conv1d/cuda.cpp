@@ -26,9 +26,10 @@ gemm::Conv1d geometry(const Tensor& input, const Tensor& weight, int64_t stride,
 Tensor pack(const Tensor& weight_, at::ScalarType type, bool transposed = false) {
   const auto weight = weight_.contiguous();
   const int64_t row = weight.size(transposed ? 0 : 1), rows = weight.size(transposed ? 1 : 0);
-  auto packed = at::empty({weight.size(2), rows, gemm::padded(row)}, weight.options().dtype(type));
+  const int64_t planes = weight_parts(weight, type) * weight.size(2);
+  auto packed = at::empty({planes, rows, gemm::padded(row)}, weight.options().dtype(type));
   if (weight.numel() == 0) return packed;
-  const gemm::Packings packings{{packing(weight, packed.mutable_data_ptr())}, 1};
+  const gemm::Packings packings{{packing(weight, packed.mutable_data_ptr(), type)}, 1};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(transposed
                      ? gemm::pack_weights_transposed(packings, stream)

@@ -41,9 +41,16 @@ inline Tensor padded_rows(const Tensor& tensor) {
   return out;
 }
 
-/// A contiguous weight to be packed to `packed`.
-inline gemm::Packing packing(const Tensor& weight, void* packed) {
-  return {weight.const_data_ptr(), packed, weight.size(0), weight.size(1), static_cast<int>(weight.size(2))};
+/// Of the packed form of a weight, for tensors of some dtype.
+inline int weight_parts(const Tensor& weight, at::ScalarType type) {
+  return gemm::weight_parts(kernel_dtype(type), weight.numel());
+}
+/// A contiguous weight of two or three dimensions to be packed to `packed`.
+inline gemm::Packing packing(const Tensor& weight, void* packed, at::ScalarType type) {
+  gemm::Packing all{weight.const_data_ptr(), packed, weight.size(0), weight.size(1)};
+  all.taps = weight.dim() == 3 ? static_cast<int>(weight.size(2)) : 1;
+  all.parts = weight_parts(weight, type);
+  return all;
 }
 
 /// The gradients of a layer that is one GEMM, each where it is wanted, of the layer's own sizes. `grad` and `input` are

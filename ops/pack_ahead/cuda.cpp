@@ -41,8 +41,9 @@ bool packs(const Layer& layer, at::ScalarType dtype) {
   return type == dtype || (type == at::kFloat && (dtype == at::kHalf || dtype == at::kBFloat16));
 }
 
-int64_t elements(const Tensor& weight) {
-  return (weight.dim() == 3 ? weight.size(2) : 1) * weight.size(0) * gemm::padded(weight.size(1));
+int64_t elements(const Tensor& weight, at::ScalarType dtype) {
+  const int64_t taps = weight.dim() == 3 ? weight.size(2) : 1;
+  return weight_parts(weight, dtype) * taps * weight.size(0) * gemm::padded(weight.size(1));
 }
 
 /// The tensor that each weight goes to: the second convolution's of a block to the second one.
@@ -50,7 +51,7 @@ void pack(Layer& layer, at::ScalarType dtype) {
   const auto& w = layer.weights;
   const auto place = [&](size_t i) { return is_block(layer) && i == 1; };
   int64_t sizes[2] = {};
-  for (size_t i = 0; i < w.size(); ++i) sizes[place(i)] += elements(w[i]);
+  for (size_t i = 0; i < w.size(); ++i) sizes[place(i)] += elements(w[i], dtype);
   for (int i = 0; i < 2; ++i)
     if (sizes[i] > 0) layer.packed[i] = at::empty({sizes[i]}, w[0].options().dtype(dtype));
   layer.branch.emplace();
@@ -60,9 +61,8 @@ void pack(Layer& layer, at::ScalarType dtype) {
   for (size_t i = 0; i < w.size(); ++i) {
     const auto& to = layer.packed[place(i)];
     void* const packed = static_cast<char*>(to.mutable_data_ptr()) + behind[place(i)] * to.element_size();
-    packings.each[packings.count++] = {w[i].const_data_ptr(), packed, w[i].size(0), w[i].size(1),
-                                       w[i].dim() == 3 ? static_cast<int>(w[i].size(2)) : 1};
-    behind[place(i)] += elements(w[i]);
+    packings.each[packings.count++] = packing(w[i], packed, dtype);
+    behind[place(i)] += elements(w[i], dtype);
     if (packings.count < gemm::kMaxPackings && i + 1 < w.size()) continue;
     C10_CUDA_CHECK(
         gemm::pack_weights(kernel_dtype(w[0].scalar_type()), kernel_dtype(dtype), packings, layer.branch->side()));

@@ -163,13 +163,13 @@ class Chain {
   void pack(std::initializer_list<BlockSlot> weights, c10::cuda::CUDAStream stream) const {
     gemm::Packings packings{};
     for (const auto slot : weights)
-      if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], packed_[slot]);
+      if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], packed_[slot], type_);
     C10_CUDA_CHECK(
         gemm::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_), packings, stream));
   }
   /// Of float32, contiguous, as dgrad reads it.
   void pack_transposed(BlockSlot slot, c10::cuda::CUDAStream stream) const {
-    C10_CUDA_CHECK(gemm::pack_weights_transposed({{packing(block_[slot], packed_[slot])}, 1}, stream));
+    C10_CUDA_CHECK(gemm::pack_weights_transposed({{packing(block_[slot], packed_[slot], type_)}, 1}, stream));
   }
   /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
   /// the tensor cores the other. Launched one by one, a launch less is worth more.

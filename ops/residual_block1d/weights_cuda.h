@@ -14,23 +14,28 @@ struct WeightPlaces {
     return weight == kConv1Weight ? conv1 : weight == kConv2Weight ? conv2 : residual;
   }
 };
+/// Elements of the packed form of a weight, for a block of `type`.
+inline int64_t packed_size(const Tensor& weight, at::ScalarType type) {
+  return weight.defined() ? weight_parts(weight, type) * packed_size(weight).expect_int() : 0;
+}
 /// Behind the first `elements` of a packed tensor.
 inline void* behind(const Tensor& packed, int64_t elements) {
   return static_cast<char*>(packed.mutable_data_ptr()) + elements * packed.element_size();
 }
 inline WeightPlaces places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
   return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
-          behind(packed1, packed_size(block[kConv1Weight]).expect_int())};
+          behind(packed1, packed_size(block[kConv1Weight], packed1.scalar_type()))};
 }
 /// All in one, in the order of the block's arguments.
 inline WeightPlaces places(const ResidualBlock& block, const Tensor& packed) {
-  const int64_t conv1 = packed_size(block[kConv1Weight]).expect_int();
-  return {packed.mutable_data_ptr(), behind(packed, conv1),
-          behind(packed, conv1 + packed_size(block[kConv2Weight]).expect_int())};
+  const auto size = [&](BlockSlot weight) { return packed_size(block[weight], packed.scalar_type()); };
+  return {packed.mutable_data_ptr(), behind(packed, size(kConv1Weight)),
+          behind(packed, size(kConv1Weight) + size(kConv2Weight))};
 }
 /// For data gradients of float32: as `places`, each weight as dgrad reads it.
 inline int64_t transposed_size(const Tensor& weight) {
-  return weight.size(2) * weight.size(1) * gemm::padded(weight.size(0));
+  if (!weight.defined()) return 0;
+  return weight_parts(weight, at::kFloat) * weight.size(2) * weight.size(1) * gemm::padded(weight.size(0));
 }
 inline WeightPlaces transposed_places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
   return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
@@ -61,7 +66,7 @@ inline void pack_weights(const ResidualBlock& block, const WeightPlaces& packed)
   for (const auto slot : kBlockWeights) {
     if (!block[slot].defined() || block[slot].numel() == 0) continue;
     kept.push_back(block[slot].contiguous());
-    packings.each[packings.count++] = packing(kept.back(), packed[slot]);
+    packings.each[packings.count++] = packing(kept.back(), packed[slot], block[kInput].scalar_type());
   }
   if (packings.count > 0)
     C10_CUDA_CHECK(gemm::pack_weights(kernel_dtype(block[kConv1Weight].scalar_type()),

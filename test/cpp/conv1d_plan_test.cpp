@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/plans/conv1d/changes.h"
+#include "kernels/plans/conv1d/mma_plan.h"
 #include "kernels/plans/conv1d/plan.h"
 
 namespace dpa::kernels::conv1d {
@@ -24,7 +25,10 @@ std::vector<Conv1d> convolutions() {
   for (int64_t batch : {1, 3, 64, 1000}) {
     for (int64_t length : {4, 6, 16, 48, 64, 200}) {
       for (auto [taps, stride] : {std::pair{1, 1}, {3, 1}, {5, 1}, {3, 2}, {4, 2}})
-        all.push_back(convolution(batch, length, 256, 96, taps, stride));
+        for (const auto dtype : {DType::kBFloat16, DType::kFloat32}) {  // weights of one part and of two
+          all.push_back(convolution(batch, length, 256, 96, taps, stride));
+          all.back().dtype = dtype;
+        }
     }
   }
   return all;
@@ -83,6 +87,21 @@ TEST(ConvPlan, FpropAndDgradContractEveryPairOnce) {
     }
     EXPECT_EQ(by_fprop, pairs(c)) << c.x_length << " " << c.taps << " " << c.stride;
     EXPECT_EQ(by_dgrad, pairs(c)) << c.x_length << " " << c.taps << " " << c.stride;
+  }
+}
+
+TEST(ConvPlan, Float32WeightsOfFewElementsComeInTwoParts) {
+  for (const auto [channels, taps, parts] :
+       {std::tuple{64, 5, 2}, {512, 1, 2}, {513, 1, 1}, {224, 5, 2}, {256, 5, 1}}) {
+    Conv1d c = convolution(64, 16, channels, channels, taps, 1);
+    EXPECT_EQ(weight_parts(c), 1);
+    c.dtype = DType::kFloat32;
+    for (const ConvPlan& plan : {plan_fprop(c, 132), plan_dgrad(c, 132), plan_normalised(c, channels / 8, 132)})
+      EXPECT_EQ(plan.parts, parts) << channels;
+    for (const MmaPlan& plan : {plan_mma_fprop(c, 132), plan_mma_dgrad(c, 132)})
+      EXPECT_EQ(plan.conv.parts, parts) << channels;
+    c.halves = true;
+    EXPECT_EQ(weight_parts(c), 1);
   }
 }
 
@@ -241,6 +260,7 @@ TEST(StreamPlan, CoversTheGradientWithinTheDevice) {
 // A step contracts as many bytes, and the weight gradient's as many as eight samples of four times have.
 TEST(Tf32, StepsCoverWhatIsContracted) {
   for (Conv1d c : convolutions()) {
+    c.dtype = DType::kBFloat16;
     const ConvPlan half = plan_fprop(c, 132);
     c.dtype = DType::kFloat32;
     const ConvPlan plan = plan_fprop(c, 132);

@@ -61,8 +61,9 @@ TEST(Shapes, BlocksStayWithinTheDevicesMemoryAndLimits) {
       for (const auto& plan : {plan_mma_fprop(c, multiprocessors), plan_mma_dgrad(c, multiprocessors)}) {
         EXPECT_LE(mma_bytes(plan), kMmaMemory);
         EXPECT_LE(plan.box_times * plan.conv.rows.samples, kMaxBoxRows);
-        // Before a chunk's terms are all multiplied, the boxes of the chunks after it have had their time.
-        EXPECT_GE((plan.boxes - 1) * plan.conv.terms[0], mma_stages(plan.conv.tile_rows, plan.conv.tile_columns) - 1);
+        // Before a chunk's steps are all multiplied, the boxes of the chunks after it have had their time.
+        EXPECT_GE((plan.boxes - 1) * plan.conv.terms[0] * plan.conv.parts,
+                  mma_stages(plan.conv.tile_rows, plan.conv.tile_columns) - 1);
         // Every block has a part of K, and no block waits for a multiprocessor because of it.
         EXPECT_GE(plan.splits * plan.split_chunks, plan.conv.chunks);
         EXPECT_LT((plan.splits - 1) * plan.split_chunks, plan.conv.chunks);

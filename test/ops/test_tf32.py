@@ -1,7 +1,8 @@
 """Float32 convolutions where PyTorch may multiply in TF32: the library's own kernels.
 
 PyTorch's convolutions take TF32 or float32 as their heuristics say, so the reference is what TF32
-gives at best: float64 convolutions of operands that are rounded to TF32, forward and backward.
+gives at best: float64 convolutions of operands that are rounded to TF32, forward and backward;
+but for weights of few elements, of which the library's kernels multiply two parts.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ def _rounded(x):
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32).to(x.dtype)
 
 
+_IN_TWO_PARTS = 2**18  # elements of a weight, at most
+
+
 class _InTf32(torch.autograd.Function):
     """``convolve`` of rounded operands, and its gradients from rounded operands."""
 
     @staticmethod
     def forward(ctx, x, weight, convolve):
         ctx.convolve = convolve
-        operands = _rounded(x), _rounded(weight)
+        operands = _rounded(x), _rounded(weight) if weight.numel() > _IN_TWO_PARTS else weight
         ctx.save_for_backward(*operands)
         return convolve(*operands)
 
@@ -97,10 +101,14 @@ def _in_tf32(module):
 
 _SHAPES = {
     "k5": (40, 16, 64, 96, 5, 1, 2, False),
+    "wide": (40, 16, 224, 232, 5, 1, 2, False),
+    "wider": (40, 16, 232, 232, 5, 1, 2, False),
+    "tap": (24, 16, 200, 72, 1, 1, 0, False),
     "narrow": (24, 16, 96, 2, 5, 1, 2, False),
     "final": (24, 16, 2, 96, 1, 1, 0, False),
     "down": (40, 16, 64, 64, 3, 2, 1, False),
     "up": (40, 8, 64, 64, 4, 2, 1, True),
+    "large": (300, 32, 104, 96, 7, 1, 3, False),
     "long": (3, 100, 72, 40, 3, 1, 1, False),
 }
 

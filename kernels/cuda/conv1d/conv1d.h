@@ -13,7 +13,8 @@
 // padded to a multiple of 8). Results have rows that are not padded. Accumulators are float32, added in an order that
 // the sizes alone determine.
 //
-// Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded). Or they are
+// Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded); weights of few
+// elements come as two planes of tf32 numbers (weight_parts): (2, taps, ...). Or operands are
 // pairs of float16 numbers (Conv1d::halves, math/two_halves.h): planes of high halves, then of low ones, of rows
 // (2, batch, time, channels padded) and packed weights (2, taps, d0, d1 padded); addends and results are float32.
 #pragma once
@@ -110,6 +111,7 @@ struct Packing {
   int taps;
   int64_t width = 0;  // of a packed row, where it is more than padded(d1)
   int64_t of = 0;     // columns of the weight, where they are more than d1
+  int parts = 1;      // of float32: two tf32 numbers, the second one's planes behind those of the first (weight_parts)
 };
 constexpr int kMaxPackings = 48;
 struct Packings {

@@ -40,19 +40,20 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   maps.more_x = maps.x;
   if (x.more)
     if (const auto error = x_map(x.more, x_channels - conv.first_channels, &maps.more_x)) return error;
-  const auto weight_map = [&](const void* packed, int taps, CUtensorMap* map) {
+  const auto weight_map = [&](const void* packed, int taps, int parts, CUtensorMap* map) {
     if (dtype == DType::kFloat32)
-      return make_map({dtype, packed, taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
+      return make_map({dtype, packed, parts * taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
                        plan.column_step, step_channels, 1},
                       map);
     return make_map({dtype, packed, planes * taps, conv.y_channels, padded(conv.x_channels), 1,
                      kDgrad ? kChunk : plan.column_step, 64, 1},
                     map);
   };
-  if (const auto error = weight_map(weights.packed, conv.taps, &maps.weights)) return error;
+  if (const auto error = weight_map(weights.packed, conv.taps, plan.parts, &maps.weights)) return error;
   maps.shortcut = maps.weights;
+  const int shortcut_parts = weight_parts(conv.dtype, conv.y_channels * conv.x_channels);
   if (shortcut.out)
-    if (const auto error = weight_map(shortcut.weights.packed, 1, &maps.shortcut)) return error;
+    if (const auto error = weight_map(shortcut.weights.packed, 1, shortcut_parts, &maps.shortcut)) return error;
   const int64_t blocks = plan.rows.count * plan.phases * plan.column_tiles * plan.splits;
   // The MMAs read a whole tile's rows, and a stage begins with a whole swizzle atom of 8 rows.
   const uint32_t box_stage = std::max((box_rows + 7) / 8 * 8, kTileRows) * kRowBytes;
@@ -74,7 +75,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   args.out_length = kDgrad ? conv.x_length : conv.y_length, args.outputs = kDgrad ? conv.x_channels : conv.y_channels;
   args.more_out = out.more, args.pitch = out.more ? args.outputs / 2 : args.outputs;
   args.addends = addends, args.float_bias = addends.bias_dtype == DType::kFloat32;
-  args.normalisation = normalisation, args.shortcut = shortcut;
+  args.normalisation = normalisation, args.shortcut = shortcut, args.shortcut_parts = shortcut_parts;
   args.shares = Shares(plan, normalisation.out ? normalisation.group : plan.column_step);
   args.prefetched = prefetched, args.release = alone;
   args.beyond = x.more ? static_cast<int>(plan.first_chunks * step_channels - conv.first_channels) : 0;

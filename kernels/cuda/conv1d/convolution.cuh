@@ -59,7 +59,8 @@ struct ConvArgs {
   uint32_t box_bytes, box_stage;  // what TMA writes, and the distance from stage to stage
   uint32_t weight_bytes;          // of a stage
   Shortcut shortcut;
-  int taps;  // planes of weights, before as many of their low halves
+  int shortcut_parts;  // of its weight
+  int taps;            // planes of weights, before as many of their low halves or second parts
 };
 
 // Operands that are pairs of float16 numbers: what the MMAs take, and of what type results are.

@@ -19,7 +19,9 @@
 // low by high, then high by high. The sums of the first two are those of low halves. Tensor cores round every sum
 // towards zero: each step of the last round is summed up alone and then added, rounded to the nearest.
 //
-// A shortcut is one more step a box, a weight of one tap, whose accumulators are a tile of their own without a
+// A float32 weight may come as two tf32 numbers (weight_parts): a step of its term each, one after the other.
+//
+// A shortcut is one more step a box, or two, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.
 //
 // Dependent launch. Prefetchable weights (conv1d.h) are read before grid dependency synchronisation, and nothing else
@@ -43,16 +45,18 @@ namespace dpa::kernels::conv1d {
 // What a block contracts: boxes of A, one after the other, each for `terms` steps of B, and one of the shortcut's.
 struct Work {
   int first, count;  // boxes
-  int terms;         // that a box serves
+  int parts, side;   // of a weight, each of which is a step; of the shortcut's, or 0
+  int terms;         // that a box serves, times the weight's parts
   int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
   int shortcut;      // where the shortcut's begin
   int of_round;      // boxes of each of `rounds`
 
-  __device__ Work(const ConvArgs& args, const TileCoord& coord, int rounds) {
+  __device__ Work(const ConvArgs& args, const TileCoord& coord, int rounds, int parts, int side)
+      : parts(parts), side(side) {
     const ConvPlan& plan = args.plan;
     const int* const shift = plan.shift[0];
     const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
-    terms = plan.together ? all : 1;
+    terms = (plan.together ? all : 1) * parts;
     start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
     delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
     shortcut = -plan.lowest * bytes;
@@ -84,10 +88,11 @@ struct Producer {
   __device__ __forceinline__ bool of_first(int chunk) const { return chunk < args.plan.first_chunks; }
 
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
-    const bool low = round_of(box) == 0 && kHalves<T>;
-    const bool shortcut = kShortcut && i == work.terms;
+    const bool shortcut = kShortcut && i >= work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
-    const int tap = shortcut ? 0 : args.plan.tap[coord.phase][term(box) + i] + (low ? args.taps : 0),
+    const bool low = round_of(box) == 0 && kHalves<T> || work.parts > 1 && (i & 1);
+    const int term_of_step = term(box) + (work.parts > 1 ? i / 2 : i);
+    const int tap = shortcut ? i - work.terms : args.plan.tap[coord.phase][term_of_step] + (low ? args.taps : 0),
               chunk = box % args.plan.chunks, channel = chunk * kStepChannels<T> - (of_first(chunk) ? 0 : args.beyond);
     const uint32_t full = acquire(pipelines.weights, at, args.weight_bytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
@@ -111,7 +116,7 @@ struct Producer {
   }
 
   __device__ void run() const {
-    const int steps = work.terms + kShortcut;  // of a box
+    const int steps = work.terms + work.side;  // of a box
     PipelineState weight_at;
     const int prefetched = min(args.prefetched, work.count * steps);
 #pragma unroll 1
@@ -140,8 +145,8 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   using Shape = ConvShape<kColumns>;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const uint32_t rows = memory + warpgroup * 64 * kRowBytes, weights = memory + Shape::kBoxesBytes;
-  const int first_term = args.plan.together ? args.plan.first_term[warpgroup] : 0;
-  const int end_term = args.plan.together ? args.plan.end_term[warpgroup] : 1;
+  const int first_term = (args.plan.together ? args.plan.first_term[warpgroup] : 0) * work.parts;
+  const int end_term = (args.plan.together ? args.plan.end_term[warpgroup] : 1) * work.parts;
   // A stage that is held while others are skipped may be the one that the producer waits for.
   const bool drains = first_term + work.terms - end_term > 1;
   constexpr int kSums = kColumns / 2, kShortcutSums = kShortcut ? kSums : 1;
@@ -207,14 +212,17 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
         if (drains) wgmma::wait<0>(), release_previous();
         release(pipelines.weights, weight_at.stage);
       } else {
-        contract(sums, work.start + term * work.delta);
+        contract(sums, work.start + (work.parts > 1 ? term / 2 : term) * work.delta);
       }
       weight_at.advance(args.weights);
     }
     if constexpr (kShortcut) {
-      ptx::barrier_wait(full_barrier(pipelines.weights, weight_at), weight_at.phase);
-      contract(shortcut_sums, work.shortcut);
-      weight_at.advance(args.weights);
+#pragma unroll 1
+      for (int part = 0; part < work.side; ++part) {
+        ptx::barrier_wait(full_barrier(pipelines.weights, weight_at), weight_at.phase);
+        contract(shortcut_sums, work.shortcut);
+        weight_at.advance(args.weights);
+      }
     }
     if (box_previous >= 0) release(pipelines.boxes, box_previous);
     box_previous = box_at.stage;
@@ -254,7 +262,11 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> &
   auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + args.weights * Shape::kWeightBytes);
   float* const tile = reinterpret_cast<float*>(memory);
   const TileCoord coord(args.plan, args.plan.column_step, blockIdx.x);
-  const Work work(args, coord, kHalves<T> ? kRounds : 1);
+  constexpr bool kParts = std::is_same_v<T, float>;
+  const Work work(args, coord, kHalves<T> ? kRounds : 1, kParts ? args.plan.parts : 1,
+                  !kShortcut ? 0
+                  : kParts   ? args.shortcut_parts
+                             : 1);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.x);
     ptx::prefetch_tensor_map(&maps.weights);

@@ -19,7 +19,7 @@ struct MmaArgs {
   const void *x, *more, *weights;     // `more`: the second of two tensors that x is side by side
   int x_vectors, first_vectors;       // sixteen bytes of a row of x; of the first tensor's
   uint32_t tap_vectors, row_vectors;  // of the packed weights: of a tap, and of a row
-  int taps;                           // planes of weights, before as many of their low halves
+  int taps;                           // planes of weights, before as many of their low halves or second parts
   // Where several blocks have a tile: [tile][block][row][column], which a second launch adds.
   float* partials = nullptr;
   bool adds = false;  // this is the second one
@@ -334,8 +334,10 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
   const int group = warp / (Shape::kColumnWarps * Shape::kRowWarps);
   const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
-  const int terms = plan.terms[tile.phase], boxes = args.plan.boxes;
-  const int first_term = plan.first_term[row_warp], end_term = plan.end_term[row_warp];
+  const int parts = kIsFloat<T> ? plan.parts : 1;  // of a weight: a step of a chunk each
+  const auto term_of = [&](int step) { return kIsFloat<T> ? step >> (parts - 1) : step; };
+  const int steps = plan.terms[tile.phase] * parts, boxes = args.plan.boxes;
+  const int first_step = plan.first_term[row_warp] * parts, end_step = plan.end_term[row_warp] * parts;
   const MmaWork<kTwoHalves> work(args, part);
   const uint32_t zeros = device::shared_address(device::shared()), memory = zeros + 128, place = copy_place();
   const uint32_t box_bytes = args.plan.box_bytes, weights = memory + args.plan.weights_at;
@@ -348,13 +350,15 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   float sums[4][4][4] = {};
 
   // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
-  int load_term = 0, load_chunk = work.first;
+  int next_step = 0, load_chunk = work.first;
   const auto load_step = [&](int stage) {
     if (load_chunk < work.end)
-      weight_copies.load(args, plan.tap[tile.phase][load_term] + (work.low_weights(load_chunk) ? args.taps : 0),
+      weight_copies.load(args,
+                         plan.tap[tile.phase][term_of(next_step)] +
+                             (work.low_weights(load_chunk) || (next_step & (parts - 1)) ? args.taps : 0),
                          work.channels(load_chunk), weights + place + stage * Shape::kWeightBytes);
     device::copy_async_commit();
-    if (++load_term == terms) load_term = 0, ++load_chunk;
+    if (++next_step == steps) next_step = 0, ++load_chunk;
   };
   const auto load_box = [&](int chunk, int stage) {
     if (chunk < work.end)
@@ -370,18 +374,19 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
 #pragma unroll
     for (int e = 0; e < 64; ++e) sums[e / 16][e / 4 % 4][e % 4] *= 1 / math::kLowScale;
   };
-  int term = 0, chunk = work.first, stage = 0, box = 0;
+  int step = 0, chunk = work.first, stage = 0, box = 0;
 #pragma unroll 1
   while (chunk < work.end) {
     device::copy_async_wait<Shape::kStages - 2>();
     device::sync_block();
-    if (term == 0) load_box(chunk + boxes - 1, box == 0 ? boxes - 1 : box - 1);
+    if (step == 0) load_box(chunk + boxes - 1, box == 0 ? boxes - 1 : box - 1);
     load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
     if constexpr (kTwoHalves) {
-      if (term == 0 && chunk == work.last_round()) scale_low();
+      if (step == 0 && chunk == work.last_round()) scale_low();
     }
-    if (term >= first_term && term < end_term) {
+    if (step >= first_step && step < end_step) {
       uint32_t rows[4];
+      const int term = term_of(step);
       lane_rows.places(rows, memory + box * box_bytes, plan.shift[tile.phase][term] * plan.rows.samples, term, zeros);
       const uint32_t at = lane_weight + stage * Shape::kWeightBytes;
       if (kTwoHalves && chunk >= work.last_round())
@@ -390,8 +395,8 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
         multiply_step<T, Shape, kMajorN>(sums, rows, at, group);
     }
     if (++stage == Shape::kStages) stage = 0;
-    if (++term == terms) {
-      term = 0, ++chunk;
+    if (++step == steps) {
+      step = 0, ++chunk;
       if (++box == boxes) box = 0;
     }
   }

@@ -5,6 +5,7 @@
 //                 thread; without padding, of as many pairs (i, j) as fit (pack_pairs)
 //                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of 32 rows i, and writes each
 //                 (k, j)'s rows side by side, one a lane
+//                 In two parts: those rounded to tf32, and what the rounding has left
 // detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
 //                 1024th
 #include <algorithm>
@@ -16,6 +17,29 @@
 
 namespace dpa::kernels::conv1d {
 namespace {
+
+__device__ float first_part(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return __uint_as_float(bits);
+}
+
+// Stores elements of a weight, each at one place of `to`; or in parts, `plane` apart.
+template <class T, int kCount>
+__device__ void store_parts(T* to, Vector<T, kCount> values, int parts, int64_t plane) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (parts == 2) {
+      Vector<T, kCount> second;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        const float first = first_part(values.data[e]);
+        second.data[e] = values.data[e] - first, values.data[e] = first;
+      }
+      *reinterpret_cast<Vector<T, kCount>*>(to + plane) = second;
+    }
+  }
+  *reinterpret_cast<Vector<T, kCount>*>(to) = values;
+}
 
 constexpr int kPackThreads = 128;
 constexpr int kPackElements = 2048;  // of a block's piece: all taps of as many channels j as fit, a multiple of 8
@@ -45,7 +69,8 @@ __device__ void pack_piece(const Packing& packing, int64_t row_length, int chann
     Vector<T, 8> eight;
 #pragma unroll
     for (int e = 0; e < 8; ++e) eight.data[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
-    *reinterpret_cast<Vector<T, 8>*>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j) = eight;
+    store_parts<T, 8>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j, eight, packing.parts,
+                      taps * d0 * row_length);
   }
   __syncthreads();
 }
@@ -83,7 +108,7 @@ __device__ void pack_flat(const Packing& packing, int64_t row_length, int64_t in
     Vector<T, 8> eight;
 #pragma unroll
     for (int e = 0; e < 8; ++e) eight.data[e] = narrow<T>(widen(from[u][e / 4].data[e % 4]));
-    if (n < count) static_cast<Vector<T, 8>*>(packing.packed)[n] = eight;
+    if (n < count) store_parts<T, 8>(static_cast<T*>(packing.packed) + n * 8, eight, packing.parts, count * 8);
   }
 }
 
@@ -218,7 +243,9 @@ __global__ void __launch_bounds__(kTransposedThreads)
         const int i = i0 + element % kTransposedRows, column = element / kTransposedRows;
         const int j = first + column / taps, k = column % taps;
         if (i < width && column < columns)
-          packed[(static_cast<int64_t>(k) * d1 + j) * width + i] = piece[element % kTransposedRows][column];
+          store_parts<float, 1>(packed + (static_cast<int64_t>(k) * d1 + j) * width + i,
+                                {piece[element % kTransposedRows][column]}, packing.parts,
+                                static_cast<int64_t>(taps) * d1 * width);
       }
       __syncthreads();
     }

@@ -50,7 +50,7 @@ MmaPlan with_tile(const Conv1d& conv, ConvPlan plan, const Sizes& sizes, int row
   find_padding(plan, sizes.in);
   if (!plan.together) plan.end_term[0] = plan.end_term[1] = kMaxTaps;
   const int stages = mma_stages(rows, columns);
-  const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
+  const int terms = plan.parts * (plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]));
   result.conv = plan, result.boxes = 1 + static_cast<int>(ceil_div(stages - 1, terms));
   result.splits = 1, result.split_chunks = rounds(conv) * plan.chunks;
   result.box_bytes = result.box_times * plan.rows.samples * 128;
@@ -72,7 +72,7 @@ void split(MmaPlan& plan, int multiprocessors) {
   constexpr int kLeastSteps = 8;
   const ConvPlan& conv = plan.conv;
   const int chunks = plan.split_chunks;  // of one block
-  const int terms = conv.phases == 1 ? conv.terms[0] : std::min(conv.terms[0], conv.terms[1]);
+  const int terms = conv.parts * (conv.phases == 1 ? conv.terms[0] : std::min(conv.terms[0], conv.terms[1]));
   int splits = 1;
   while (splits < kMaxMmaSplits && plan.tiles() * splits * 2 <= multiprocessors &&
          chunks / (splits * 2) * terms >= kLeastSteps)

@@ -53,8 +53,8 @@ void narrow(ConvPlan& plan, int64_t outputs, int step, int64_t steps, int multip
 // Split-K of tiles whose rows and columns are known. `times`: how often each box of x is multiplied.
 void split(ConvPlan& plan, int multiprocessors, int times = 1) {
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  plan.splits = splits_for(plan.rows.count * plan.phases * plan.column_tiles, int64_t{terms} * plan.chunks * times, 2,
-                           multiprocessors, 4);
+  plan.splits = splits_for(plan.rows.count * plan.phases * plan.column_tiles,
+                           int64_t{terms} * plan.parts * plan.chunks * times, 2, multiprocessors, 4);
   while (plan.together && plan.splits > plan.chunks * times) plan.splits /= 2;
 }
 
@@ -62,12 +62,13 @@ void split(ConvPlan& plan, int multiprocessors, int times = 1) {
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted, int64_t first,
             int64_t outputs, int multiprocessors, int step) {
   plan.rows = row_tiles(conv.batch, ceil_div(out_length, plan.phases), kTileRows);
+  plan.parts = weight_parts(conv);
   const int64_t step_channels = chunk(conv);
   plan.first_chunks = static_cast<int>(ceil_div(first, step_channels));
   plan.chunks = plan.first_chunks + static_cast<int>(ceil_div(contracted - first, step_channels));
   const int64_t row_tiles = plan.rows.count * plan.phases;
   const int terms = plan.phases == 1 ? plan.terms[0] : std::min(plan.terms[0], plan.terms[1]);
-  const int64_t steps = static_cast<int64_t>(terms) * plan.chunks * rounds(conv);
+  const int64_t steps = static_cast<int64_t>(terms) * plan.parts * plan.chunks * rounds(conv);
   // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
   // fills most of the device.
   const bool wide =

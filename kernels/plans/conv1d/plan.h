@@ -39,6 +39,7 @@ struct ConvPlan {
   int phases, stride;
   int terms[kMaxPhases];
   int tap[kMaxPhases][kMaxTaps], shift[kMaxPhases][kMaxTaps];
+  int parts;      // of a weight, each of which is a step of a term: weight_parts
   RowTiles rows;  // row r of a tile is time r / samples of sample r % samples (split and normalised: epilogue_norm.cuh)
   // Whether one box of x serves all terms of a chunk: it holds `reach` more times from `lowest` on, and each term's
   // rows begin at another of them. Else every term has a box.

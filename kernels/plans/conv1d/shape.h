@@ -23,6 +23,17 @@ struct Conv1d {
   bool halves = false;
 };
 
+// In how many tf32 numbers a float32 weight comes: itself, or, of few elements, two, whose sum is the weight to 21 bits.
+// A weight's rounding is the same in all samples, so it does not average out as that of activations does
+// (docs/training-log.md), and PyTorch multiplies many small convolutions in float32.
+constexpr int64_t kMostInTwoParts = 1 << 18;
+constexpr int weight_parts(DType dtype, int64_t elements) {
+  return dtype == DType::kFloat32 && elements <= kMostInTwoParts ? 2 : 1;
+}
+constexpr int weight_parts(const Conv1d& conv) {
+  return conv.halves ? 1 : weight_parts(conv.dtype, conv.y_channels * conv.x_channels * conv.taps);
+}
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The channels of an operand's row: the next multiple of 8.
 constexpr int64_t padded(int64_t channels) { return (channels + 7) / 8 * 8; }
