@@ -243,13 +243,13 @@ TORCH_LIBRARY(dpa, m) {
         functional);
   m.def("unet1d_pack(Tensor[] weights, int[] config, ScalarType dtype) -> Tensor", functional);
   m.def(
-      "unet1d(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, ScalarType dtype) "
-      "-> Tensor",
+      "unet1d(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, ScalarType dtype, "
+      "Tensor? local=None) -> Tensor",
       functional);
   m.def(
       "diffusion_sample(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor packed, int[] config, "
-      "ScalarType dtype, Tensor table, float clip, Tensor? noise=None, Tensor? known=None, Tensor? known_mask=None) "
-      "-> Tensor",
+      "ScalarType dtype, Tensor table, float clip, Tensor? noise=None, Tensor? known=None, Tensor? known_mask=None, "
+      "Tensor? local=None) -> Tensor",
       functional);
   // The two halves of unet1d for one observation at many timesteps: FiLM's parameters, (S, R), and the network on rows
   // of them, one a sample.

@@ -52,8 +52,8 @@ float* sample_row(const Program& p, int64_t row) {
   return p.sample + b * p.sample_stride + (t + p.halo) * p.plan->config.action_dim;
 }
 
-/// The first convolution and its residual, row by row.
-void head(const Program& p, int64_t begin, int64_t end) {
+/// The first convolution and its residual, to which encoded local conditions are added, row by row.
+void head(const Program& p, int step, int64_t begin, int64_t end) {
   const auto& config = p.plan->config;
   const int channels = config.down_dims[0], actions = config.action_dim;
   for (int64_t row = begin; row < end; row++) {
@@ -62,6 +62,9 @@ void head(const Program& p, int64_t begin, int64_t end) {
     p.kernels->narrow({p.floats + p.plan->head.weights, in - config.kernel_size / 2 * actions, p.raw + out,
                        config.kernel_size * actions, channels});
     p.kernels->narrow({p.floats + p.plan->head.residual, in, p.residual + out, actions, channels});
+    if (!p.call.local) continue;
+    const float* local = p.call.local + (step * int64_t{1} * p.call.batch * p.call.horizon + row) * channels;
+    for (int c = 0; c < channels; c++) p.residual[out + c] += local[c];
   }
 }
 
@@ -107,7 +110,7 @@ void set_film(const Program& p, Epilogue& f, int64_t offset, int step) {
 
 void one_step(const Program& p, Team& team, int thread, int step) {
   const int64_t rows = int64_t{1} * p.call.batch * p.call.horizon;
-  team.share(thread, rows, [&](int64_t begin, int64_t end) { head(p, begin, end); });
+  team.share(thread, rows, [&](int64_t begin, int64_t end) { head(p, step, begin, end); });
   team.barrier();
   Epilogue epilogue = p.head;
   set_film(p, epilogue, p.plan->head.film, step);

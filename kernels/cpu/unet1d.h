@@ -59,6 +59,7 @@ struct Call {
   const float* noise;             // (S, B, T, A), or null
   const float* condition_data;    // (B, T, A), or null
   const uint8_t* condition_mask;  // (B, T, A)
+  const float* local;             // (S, B, T, first width), added to the first block's output, or null
   float* output;                  // (B, T, A)
   // Set where a value was too large for float16, and the output is wrong; null: bfloat16 weights are not multiplied in
   // float16.

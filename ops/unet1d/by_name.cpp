@@ -8,11 +8,11 @@ namespace dpa {
 namespace {
 
 constexpr Op<"unet1d", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, at::IntArrayRef,
-                              at::ScalarType)>
+                              at::ScalarType, const OptionalTensor&)>
     unet1d;
-constexpr Op<"diffusion_sample",
-             Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, at::IntArrayRef, at::ScalarType,
-                    const Tensor&, double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>
+constexpr Op<"diffusion_sample", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                                        at::IntArrayRef, at::ScalarType, const Tensor&, double, const OptionalTensor&,
+                                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>
     diffusion_sample;
 
 at::ScalarType named_dtype(const char* op, std::string_view name) {
@@ -27,7 +27,7 @@ at::ScalarType named_dtype(const char* op, std::string_view name) {
 
 Tensor unet1d_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                       const Tensor& packed, at::IntArrayRef config, std::string_view dtype) {
-  return unet1d(sample, timesteps, global_cond, packed, config, named_dtype("unet1d_by_name", dtype));
+  return unet1d(sample, timesteps, global_cond, packed, config, named_dtype("unet1d_by_name", dtype), std::nullopt);
 }
 
 Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -35,7 +35,7 @@ Tensor diffusion_sample_by_name(const Tensor& sample, const Tensor& timesteps, c
                                 const Tensor& table, double clip, const OptionalTensor& noise) {
   return diffusion_sample(sample, timesteps, global_cond, packed, config,
                           named_dtype("diffusion_sample_by_name", dtype), table, clip, noise, std::nullopt,
-                          std::nullopt);
+                          std::nullopt, std::nullopt);
 }
 
 TORCH_LIBRARY_IMPL(dpa, CPU, m) {

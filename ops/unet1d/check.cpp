@@ -146,6 +146,13 @@ void check_unet1d(const char* op, const Plan& plan, const UnetCall& call) {
   } else {
     DPA_CHECK(!call.global_cond.defined(), op, "global_cond must be left out of a network without one", "a tensor");
   }
+  if (call.local.defined()) {
+    const std::vector<c10::SymInt> rows_of{batch, horizon, config.down_dims[0]};
+    std::vector<c10::SymInt> all{steps};
+    all.insert(all.end(), rows_of.begin(), rows_of.end());
+    check_shape(op, "local", call.local, loop ? all : rows_of,
+                loop ? "(S, B, T, down_dims[0])" : "(B, T, down_dims[0])", "sample", sample);
+  }
   if (!loop) return;
   check_shape(op, "table", call.table, {steps, 6}, "(S, 6)", "sample", sample);
   DPA_CHECK(call.clip >= 0, op, "clip must be at least 0 (infinity turns it off)", call.clip);

@@ -50,8 +50,8 @@ void run_call(const Plan& plan, const cpu::Kernels& kernels, const cpu::Call& ca
 
 Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   check_unet1d(op, plan, in);
-  for (Tensor* t :
-       {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known, &in.known_mask})
+  for (Tensor* t : {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known,
+                    &in.known_mask, &in.local})
     if (t->defined()) *t = t->contiguous();
   // Bytes may begin anywhere; the kernels read numbers.
   if (reinterpret_cast<uintptr_t>(in.packed.const_data_ptr()) % alignof(float) != 0) in.packed = in.packed.clone();
@@ -80,6 +80,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
   call.noise = floats(in.noise);
   call.condition_data = floats(in.known);
   call.condition_mask = in.known_mask.defined() ? static_cast<const uint8_t*>(in.known_mask.const_data_ptr()) : nullptr;
+  call.local = floats(in.local);
   call.output = out.mutable_data_ptr<float>();
 
   std::atomic<bool> overflow{false};
@@ -93,16 +94,17 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in) {
 }
 
 Tensor unet1d_cpu(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
-                  const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
-  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
+                  const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const OptionalTensor& local) {
+  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype),
+                    step_call(sample, timesteps, global_cond, packed, local));
 }
 
 Tensor diffusion_sample_cpu(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                             const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                             double clip, const OptionalTensor& noise, const OptionalTensor& known,
-                            const OptionalTensor& known_mask) {
+                            const OptionalTensor& known_mask, const OptionalTensor& local) {
   return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
-                    loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
+                    loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask, local));
 }
 
 }  // namespace

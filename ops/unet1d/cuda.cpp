@@ -53,7 +53,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, in.sample.device().index()));
   DPA_CHECK(major >= 8, op, "sample must be on a GPU of compute capability 8.0 or later", major);
   for (Tensor* t : {&in.sample, &in.packed, &in.timesteps, &in.table, &in.global_cond, &in.noise, &in.known,
-                    &in.known_mask, &in.film, &in.step_film})
+                    &in.known_mask, &in.film, &in.step_film, &in.local})
     if (t->defined()) *t = aligned(t->contiguous());
   const auto floats = [](const Tensor& t) { return static_cast<const float*>(data_or_null(t)); };
   kernels::unet1d::Call call = {};
@@ -84,6 +84,7 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
   call.noise = floats(in.noise);
   call.film = floats(in.film);
   call.step_film = floats(in.step_film);
+  call.local = floats(in.local);
   call.condition_data = floats(in.known);
   call.condition_mask = static_cast<const uint8_t*>(data_or_null(in.known_mask));
   call.output = out.mutable_data_ptr<float>();
@@ -93,8 +94,9 @@ Tensor run_unet1d(const char* op, const Plan& plan, UnetCall in, const Tensor& r
 }
 
 Tensor unet1d_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
-                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
-  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
+                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const OptionalTensor& local) {
+  return run_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype),
+                    step_call(sample, timesteps, global_cond, packed, local));
 }
 
 Tensor unet1d_film_cuda(const Tensor& timesteps, const OptionalTensor& global_cond_, const Tensor& packed_,
@@ -141,9 +143,9 @@ Tensor unet1d_on_film_cuda(const Tensor& sample, const Tensor& film, const Tenso
 Tensor diffusion_sample_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                              const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                              double clip, const OptionalTensor& noise, const OptionalTensor& known,
-                             const OptionalTensor& known_mask) {
+                             const OptionalTensor& known_mask, const OptionalTensor& local) {
   return run_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
-                    loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
+                    loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask, local));
 }
 
 Tensor diffusion_sample_on_film_cuda(const Tensor& sample, const Tensor& step_film, const OptionalTensor& global_cond,

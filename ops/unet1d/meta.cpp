@@ -14,8 +14,9 @@ Tensor unet1d_pack_meta(at::TensorList weights, at::IntArrayRef config, at::Scal
 }
 
 Tensor unet1d_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
-                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype) {
-  check_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype), step_call(sample, timesteps, global_cond, packed));
+                   const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const OptionalTensor& local) {
+  check_unet1d("unet1d", *unet1d_plan("unet1d", config, dtype),
+               step_call(sample, timesteps, global_cond, packed, local));
   return meta_like(sample);
 }
 
@@ -43,9 +44,9 @@ Tensor unet1d_on_film_meta(const Tensor& sample, const Tensor& film, const Tenso
 Tensor diffusion_sample_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                              const Tensor& packed, at::IntArrayRef config, at::ScalarType dtype, const Tensor& table,
                              double clip, const OptionalTensor& noise, const OptionalTensor& known,
-                             const OptionalTensor& known_mask) {
+                             const OptionalTensor& known_mask, const OptionalTensor& local) {
   check_unet1d("diffusion_sample", *unet1d_plan("diffusion_sample", config, dtype),
-               loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask));
+               loop_call(sample, timesteps, global_cond, packed, table, clip, noise, known, known_mask, local));
   return meta_like(sample);
 }
 

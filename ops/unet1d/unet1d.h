@@ -31,19 +31,22 @@ int64_t unet1d_fingerprint(const kernels::unet1d::Config& config, int64_t varian
 struct UnetCall {
   Tensor sample{}, packed{}, timesteps{}, table{}, global_cond{}, noise{}, known{}, known_mask{}, film{};
   double clip = 0;
-  Tensor step_film{};
+  Tensor step_film{}, local{};
 };
 
 /// The call that `unet1d`'s arguments make.
 inline UnetCall step_call(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
-                          const Tensor& packed) {
-  return {sample, packed, timesteps, {}, value_or_undefined(global_cond)};
+                          const Tensor& packed, const OptionalTensor& local = {}) {
+  UnetCall call{sample, packed, timesteps, {}, value_or_undefined(global_cond)};
+  call.local = value_or_undefined(local);
+  return call;
 }
 
 /// The call that `diffusion_sample`'s arguments make.
 inline UnetCall loop_call(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
                           const Tensor& packed, const Tensor& table, double clip, const OptionalTensor& noise,
-                          const OptionalTensor& known = {}, const OptionalTensor& known_mask = {}) {
+                          const OptionalTensor& known = {}, const OptionalTensor& known_mask = {},
+                          const OptionalTensor& local = {}) {
   return {sample,
           packed,
           timesteps,
@@ -53,7 +56,9 @@ inline UnetCall loop_call(const Tensor& sample, const Tensor& timesteps, const O
           value_or_undefined(known),
           value_or_undefined(known_mask),
           {},
-          clip};
+          clip,
+          {},
+          value_or_undefined(local)};
 }
 
 /// The check of both ops. One forward pass has no table; the loop has one, and a timestep a step.

@@ -121,7 +121,7 @@ def test_original_policy(kind, inpainting, device):
     assert len(vars(fast)["conditional_sample"].shadow.errors) == 2
 
 
-def test_local_conditioning_runs_layer_by_layer(device):
+def test_local_conditioning(device):
     policy = original_policy(device, local_cond_dim=3)
     fast = dpa.accelerate(copy.deepcopy(policy))
     data = torch.zeros(2, 8, 2, device=device)

@@ -32,10 +32,13 @@ def _samples(device):
     sample, cond, table, noise = new(2, 4, 2), new(2, 7), new(3, 6), new(3, 2, 4, 2)
     mask = sample.bool()
     step, loop = (sample, new(2), cond, packed, CONFIG), (sample, new(3), cond, packed, CONFIG)
-    yield "unet1d", Sample((*step, F32))
+    yield "unet1d", Sample((*step, F32, new(2, 4, 16)))
     yield "unet1d_by_name", Sample((*step, "float32"))
     yield "unet1d_pack", Sample((weights, CONFIG, F32))
-    yield "diffusion_sample", Sample((*loop, F32, table, 1.0, noise, sample, mask))
+    yield (
+        "diffusion_sample",
+        Sample((*loop, F32, table, 1.0, noise, sample, mask, new(3, 2, 4, 16))),
+    )
     yield "diffusion_sample_by_name", Sample((*loop, "float32", table, 1.0, noise))
     one = (sample[:1], new(3), cond[:1], packed, CONFIG, F32, table, 1.0, noise[:, :1])
     yield "diffusion_sample_clocks", Sample(one)

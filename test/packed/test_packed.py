@@ -252,15 +252,16 @@ def test_opcheck(device, dtype):
     unet = net("small", device)
     weights, config = PackedUnet(unet, dtype).packed, unet_config(unet)
     sample, cond = torch.randn(2, 16, 2, device=device), cond_of(unet, 2, device)
+    local = torch.randn(3, 2, 16, config[6], device=device)
     torch.library.opcheck(
         torch.ops.dpa.unet1d.default,
-        (sample, torch.ones(2, device=device), cond, weights, config, dtype),
+        (sample, torch.ones(2, device=device), cond, weights, config, dtype, local[0]),
     )
     table, noise = torch.rand(3, 6, device=device) / 2, torch.randn(3, 2, 16, 2, device=device)
     steps = torch.arange(3.0, device=device)
     torch.library.opcheck(
         torch.ops.dpa.diffusion_sample.default,
-        (sample, steps, cond, weights, config, dtype, table, 1.0, noise, sample, sample > 0),
+        (sample, steps, cond, weights, config, dtype, table, 1.0, noise, sample, sample > 0, local),
     )
 
 
@@ -386,23 +387,98 @@ def test_what_cannot_be_packed_says_why():
         unet_config(local)
 
 
-def test_local_conditioning_is_refused_or_runs_step_by_step(device):
-    scheduler = diffusers.DDIMScheduler(num_train_timesteps=20)
-    unet = dpa.nn.ConditionalUnet1D(2, local_cond_dim=3, down_dims=(32, 64)).to(device).eval()
-    local, noise = torch.randn(1, 16, 3, device=device), torch.randn(1, 16, 2, device=device)
+def _local_unet(device, dims, global_cond=None, kernel=3, scale=True):
+    torch.manual_seed(3)
+    with torch.device(device):
+        unet = dpa.nn.ConditionalUnet1D(3, 5, global_cond, 32, dims, kernel, 8, scale).eval()
+        with torch.no_grad():
+            for p in unet.parameters():
+                if p.dim() == 1:
+                    p.add_(torch.randn_like(p) * 0.1)
+    return unet
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM", "DPMSolverMultistep"])
+@pytest.mark.parametrize(
+    ("dims", "horizon", "batch", "global_cond", "scale", "dtype", "limit"),
+    [
+        ((32, 64), 16, 1, 7, True, torch.float32, 2e-5),
+        ((32, 64), 8, 3, None, True, torch.float32, 2e-5),
+        ((48, 96, 96), 12, 17, 7, False, torch.float32, 2e-5),
+        ((64, 128), 20, 2, 7, True, torch.bfloat16, 3e-2),
+    ],
+    ids=str,
+)
+def test_loops_with_local_conditions(
+    device, kind, dims, horizon, batch, global_cond, scale, dtype, limit
+):
+    """Against the network in float64, a step at a time; then with other weights, and none given."""
+    unet = _local_unet(device, dims, global_cond, scale=scale)
+    scheduler = getattr(diffusers, f"{kind}Scheduler")(50)
+    local, noise = (torch.randn(batch, horizon, n, device=device) for n in (5, 3))
+    cond = None if global_cond is None else torch.randn(batch, global_cond, device=device)
+    data, mask = torch.randn_like(noise), torch.rand_like(noise) > 0.7
+    held = {"condition_data": data, "condition_mask": mask}
+
+    def make(fused):
+        network = unet if fused else copy.deepcopy(unet).double()
+        options = {"horizon": horizon, "fused": fused, "noise_dtype": torch.float32}
+        return dpa.DiffusionSampler(network, scheduler, 5, dtype if fused else None, **options)
+
+    def sample(sampler, **given):
+        generator = torch.Generator(device).manual_seed(1)
+        return sampler(cond, noise=noise, generator=generator, batch_size=batch, **given).double()
+
+    fast = make(True)
+    for given in ({"local_cond": local}, {}, {"local_cond": local, **held}):
+        want = sample(make(False), **given)
+        for _ in range(3):  # eager, captured, replayed
+            assert error(sample(fast, **given), want) < limit
+    assert fast.packed is not None
+    weight = unet.local_cond_encoder[0].blocks[0].block[0].weight
+    for change in ("in place", "replaced"):
+        with torch.no_grad():
+            if change == "in place":
+                weight.mul_(-2)
+            else:
+                weight.data = weight.flip(0).clone()
+        want = sample(make(False), local_cond=local)
+        for _ in range(2):
+            assert error(sample(fast, local_cond=local), want) < limit
+
+
+def test_local_conditions_of_many_steps_are_encoded_in_parts(device, monkeypatch):
+    unet = _local_unet(device, (32, 64), 7)
+    packed = PackedUnet(unet, local=True)
+    timesteps = torch.arange(7.0, device=device)
+    cond, local = torch.randn(2, 7, device=device), torch.randn(2, 8, 5, device=device)
+    want = packed.local_rows(timesteps, cond, local)
+    assert want.shape == (7, 2, 8, 32)
+    monkeypatch.setattr("dpa.packed.unet._ENCODED_AT_ONCE", 40)
+    torch.testing.assert_close(packed.local_rows(timesteps, cond, local), want)
+    for step, rows in enumerate(want):
+        block = unet.local_cond_encoder[0]
+        embedding = torch.cat([unet.embed(local, timesteps[step].expand(2)), cond], dim=1)
+        alone = block(local.transpose(1, 2), embedding).transpose(1, 2)
+        torch.testing.assert_close(rows, alone.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_local_conditions_are_not_packed_with(device):
+    unet = _local_unet(device, (32, 64))
     with pytest.raises(ValueError, match="unet must have no local conditioning to be packed"):
         PackedUnet(unet)
-    sampler = dpa.DiffusionSampler(unet, scheduler, 4, horizon=16, fused=True)
-    with pytest.raises(ValueError, match="fused must be left out where there is local_cond"):
-        sampler(local_cond=local, noise=noise)
-    with pytest.raises(ValueError, match="fused must be left out of a network with local cond"):
-        sampler(noise=noise)
-    sampler.fallback = True
-    plain = dpa.DiffusionSampler(unet, scheduler, 4, horizon=16)
-    for call in ({"local_cond": local, "noise": noise}, {"noise": noise}):
-        with pytest.warns(UserWarning, match="the loop runs step by step instead"):
-            got = sampler(**call)
-        torch.testing.assert_close(got, plain(**call))
+    other = dpa.nn.ConditionalUnet1D(3, None, None, 32, (32, 64), 3).to(device)
+    packed = PackedUnet(other)
+    with pytest.raises(RuntimeError, match=r"unet1d: local must have shape \(B, T, down_dims"):
+        torch.ops.dpa.unet1d(
+            torch.zeros(2, 8, 3, device=device),
+            torch.zeros(2, device=device),
+            None,
+            packed.packed,
+            packed.config,
+            torch.float32,
+            torch.zeros(2, 8, 3, device=device),
+        )
 
 
 @pytest.mark.parametrize("dims", [(256, 512, 1024), (512, 1024, 2048)], ids=["67M", "252M"])

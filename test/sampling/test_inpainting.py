@@ -91,8 +91,9 @@ def test_packed_weights_give_the_loop_step_by_step(kind, inpainting, batch, devi
                 own = torch.Generator().manual_seed(4)
                 results.append(sampler(cond, generator=own, **given))
             assert fused.packed is not None
-            for got in results[1:]:
-                torch.testing.assert_close(got, results[0], rtol=1e-4, atol=1e-4)
+            want = results[0]
+            for got in results[1:]:  # a random network's actions may be in the hundreds
+                assert (got - want).norm() < 1e-5 * want.norm()
 
 
 def test_weights_and_masks_of_one_shape_are_different_calls(device):

@@ -152,10 +152,12 @@ def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
         "local_cond": torch.randn(3, SHAPE[1], 3, device=device),
         "noise": torch.randn(SHAPE, device=device),
     }
-    want = dpa.DiffusionSampler(unet, scheduler, steps)(**call)
-    with pytest.raises(ValueError, match="fused must be left out"):
-        dpa.DiffusionSampler(unet, scheduler, steps, fused=True)(**call)
-    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fused=True, fallback=True)
+    parallel = dpa.Parallel(2, 0.0)
+    want = dpa.DiffusionSampler(unet, scheduler, steps, parallel=parallel)(**call)
+    kinds = {"fused": True, "parallel": parallel}
+    with pytest.raises(ValueError, match="fused must be left out where there is local_cond and"):
+        dpa.DiffusionSampler(unet, scheduler, steps, **kinds)(**call)
+    sampler = dpa.DiffusionSampler(unet, scheduler, steps, fallback=True, **kinds)
     with pytest.warns(UserWarning, match=r"fused must be left out .* runs step by step"):
         got = sampler(**call)
     torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -300,6 +300,20 @@ struct ClusterEpilogue : ClusterEnds {
     });
   }
 
+  // Encoded local conditions, to the first block's residual.
+  __device__ __forceinline__ void add_local(const ClusterLayer& l, const ThreadShare& s, Values& other) const {
+    if (!s.valid || s.sample >= a.samples) return;
+    const float* from = a.local + step * a.local_step + (a.first_sample + s.sample) * a.local_sample + s.channel;
+    in_rounds([&](int r) {
+#pragma unroll
+      for (int late = 0; late < 2; late++) {
+        const int time = s.time + r * s.next_round + late * s.gap;
+        if (time >= l.times) continue;
+        other.v[r][late] += from[time * l.channels], other.v[r][2 + late] += from[time * l.channels + 8];
+      }
+    });
+  }
+
   // From sums to the GEMM's output.
   __device__ __forceinline__ void finish(const ClusterLayer& l, const ClusterTile& p, const ThreadShare& s,
                                          const Parameters& r) {
@@ -364,6 +378,7 @@ struct ClusterEpilogue : ClusterEnds {
     if (step == a.steps) return;
     Values x = {}, other = {};
     if (s.valid) first_conv(l, s, x, other);
+    if (a.local) add_local(l, s, other);
     clear_beyond(l, p, s, x);
     const Norm norm(l, rank);
     modulate(norm, r, moments(l, norm, x), x);

@@ -32,6 +32,7 @@ struct Condition {
 struct HeadArguments {
   const float *sample, *weights, *bias, *residual_weights, *residual_bias;
   Condition condition;
+  const float* local;  // is added to the residual, or null
   float *raw, *residual;
   int batch, times, actions, channels, taps;
 };
@@ -41,7 +42,7 @@ __global__ void head_kernel(const HeadArguments h) {
   if (e >= static_cast<int64_t>(h.batch) * h.times * h.channels) return;
   const int c = static_cast<int>(e % h.channels), t = static_cast<int>(e / h.channels % h.times);
   const int64_t n = e / h.channels;
-  float sum = h.bias[c], residual = h.residual_bias[c];
+  float sum = h.bias[c], residual = h.residual_bias[c] + (h.local ? h.local[e] : 0.0f);
   for (int tap = 0; tap < h.taps; tap++) {
     const int at = t + tap - h.taps / 2;
     if (at < 0 || at >= h.times) continue;
@@ -285,6 +286,7 @@ struct Runner {
     head.residual_weights = floats + plan.head.residual, head.residual_bias = floats + plan.head.residual_bias;
     head.batch = call.batch, head.times = call.horizon, head.actions = actions, head.channels = dim;
     head.taps = plan.config.kernel_size;
+    head.local = call.local ? call.local + int64_t{index} * columns * dim : nullptr;
     cudaError_t error =
         launch(head_kernel, grid_for(static_cast<int64_t>(columns) * dim, kThreads), kThreads, stream, head);
     if (error != cudaSuccess) return error;

@@ -227,9 +227,10 @@ DPA_DEVICE void stage_head(const PhaseLoop& a, const Work& w, const float* weigh
     to[walk.row * w.value_channels + walk.column] = x;
   }
 }
-// The first convolution, or with taps = 1 its 1x1 residual, of the sample: four channels of a row at a time.
+// The first convolution, or with taps = 1 its 1x1 residual, of the sample: four channels of a row at a time. `local`:
+// what is added, of sample 0, time 0 and channel 0, or null.
 DPA_DEVICE void convolve_sample(const PhaseLoop& a, const Work& w, const float* sample, const float* weights, int taps,
-                                float* stash, int pitch) {
+                                const float* local, float* stash, int pitch) {
   const int halo = a.taps / 2, times = a.horizon + 2 * halo, terms = taps * a.actions, n = w.value_channels;
   Walk walk(thread(), w.by_floats);
 #pragma unroll 1
@@ -243,6 +244,11 @@ DPA_DEVICE void convolve_sample(const PhaseLoop& a, const Work& w, const float* 
       const float4 f = *reinterpret_cast<const float4*>(from + i * n);
       const float y = x[i];
       sum.x += y * f.x, sum.y += y * f.y, sum.z += y * f.z, sum.w += y * f.w;
+    }
+    if (local && walk.column * 4 < w.real_channels) {
+      const float4 f = *reinterpret_cast<const float4*>(local + (w.sample0 + b) * a.local_sample + t * a.channels +
+                                                        w.first_channel + walk.column * 4);
+      sum.x += f.x, sum.y += f.y, sum.z += f.z, sum.w += f.w;
     }
     *reinterpret_cast<float4*>(stash + walk.row * pitch + walk.column * 4) = sum;
   }

@@ -60,7 +60,8 @@ struct Loop {
       float* sample = weights + (taps * a.actions + 1) * w.value_channels;
       load_sample(a, w, step, previous, sample, watch);
       sync_block();
-      convolve_sample(a, w, sample, weights, taps, head ? stash : residual, head ? pitch : residual_pitch);
+      const float* const local = a.local && head_residual ? a.local + step * a.local_step : nullptr;
+      convolve_sample(a, w, sample, weights, taps, local, head ? stash : residual, head ? pitch : residual_pitch);
     } else if (p.kind == PhaseKind::kTail) {
       stage_tail(w, at<float>(p.shared.sample));
     }

@@ -126,6 +126,16 @@ struct Block {
       else
         both(std::integral_constant<int, 1>());
     }
+    if (a.local) {
+      const int channels = width * kSlicesIn;
+      const float* from = a.local + step * a.local_step + t * channels + k * width + c;
+#pragma unroll
+      for (int i = 0; i < kPairs; i++) {
+        if (i >= count) continue;
+        const float2 f = *reinterpret_cast<const float2*>(from + i * times_apart * channels);
+        other[i].x += f.x, other[i].y += f.y;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
       if (i < count)

@@ -31,6 +31,8 @@ LoopArguments loop_arguments(const Plan& plan, const Call& call, const Workspace
   a.initial = call.initial, a.table = call.table, a.noise = call.noise, a.condition_data = call.condition_data;
   a.condition_mask = call.condition_data ? call.condition_mask : nullptr;
   a.output = call.output, a.clip = call.clip;
+  a.local = call.local, a.local_sample = int64_t{call.horizon} * plan.config.down_dims[0];
+  a.local_step = call.batch * a.local_sample;
   return a;
 }
 

@@ -40,6 +40,9 @@ struct TeamGemm : TeamBlock<Tile, Handover> {
                   t = column - b * p.columns;
         const float* x = sample + (b * (a.horizon + 2 * a.halo) + t + a.halo - p.segments[s].taps / 2) * actions;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (a.local && s == 1 && warp == 0)
+          sum = four(a.local + step * a.local_step + (Base::sample0 + b) * a.local_sample + t * own * kTeamBlocks +
+                     rank * own + q * 4);
 #pragma unroll 4
         for (int term = warp; term < terms; term += kPhaseWarps) {
           const float4 w = four(from + term * own + q * 4);

@@ -44,6 +44,8 @@ struct Call {
   const float* film = nullptr;  // of one forward pass: rows of film_table, (B, film_rows), instead of timesteps and
                                 // global_cond
   const float* step_film = nullptr;  // of a loop: step_film_table's, (S, film_rows), instead of timesteps
+  const float* local = nullptr;      // (S, B, T, first width), added to the first block's output: local conditions,
+                                     // encoded
 };
 
 /// The shape of a record: blocks, layers (the first convolution, then every GEMM), kMarks. No blocks where the

@@ -16,6 +16,8 @@ struct LoopArguments {
   int film_rows;
   Head head;
   Tail tail;
+  const float* local;                // what the first block's output is added to at each step, or null
+  int64_t local_step, local_sample;  // elements from step to step, from sample to sample
   const float *initial, *table, *noise, *condition_data;
   const uint8_t* condition_mask;
   float* output;
@@ -30,6 +32,7 @@ inline LoopArguments loop_part(LoopArguments all, int first, int count) {
   skip(all.initial, values), skip(all.noise, values), skip(all.condition_data, values);
   skip(all.condition_mask, values), skip(all.output, values), skip(all.film_cond, all.film_rows);
   all.film_step += first * all.film_sample_stride;
+  if (all.local) all.local += first * all.local_sample;
   all.batch = count;
   return all;
 }

@@ -208,7 +208,8 @@ class FastForward(Replacement, Denoiser):
         if not free or not runs_packed(self.weight.device):
             return None
         try:
-            how = {"weights": self.options.weights, "network": self.network}
+            local = not self.network.variant.each_action  # whose loops call the network itself
+            how = {"weights": self.options.weights, "network": self.network, "local": local}
             return PackedUnet(self.unet, dtype, **how)
         except ValueError:  # the ops run none like it
             return None
@@ -370,7 +371,8 @@ class FastForward(Replacement, Denoiser):
         precision: torch.dtype,
         trains: bool,
     ) -> Tensor:
-        packed = None if trains else self.packed(self.packed_dtype(precision))
+        layered = trains or "local_cond" in conditions  # of loops alone is their block packed apart
+        packed = None if layered else self.packed(self.packed_dtype(precision))
         if packed is None:
             run = self.original if self.layers is None else self.layers
             return run(sample, timestep, **conditions)

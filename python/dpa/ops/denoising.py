@@ -97,6 +97,7 @@ def unet1d(
     packed: Tensor,
     config: list[int],
     dtype: torch.dtype,
+    local: Tensor | None = None,
 ) -> Tensor:
     """Predict the noise: one forward pass of the whole conditional U-Net, on packed weights.
 
@@ -113,6 +114,8 @@ def unet1d(
         config: ``[Da, kernel_size, n_groups, diffusion_step_embed_dim, Dg or 0, cond_predict_scale,
             *down_dims]``, with one to five down_dims.
         dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn (on a GPU).
+        local: (B, T, down_dims[0]), float32: what the first block of ``local_cond_encoder`` makes
+            of local conditions, added to the first block's output; or None.
 
     Returns:
         (B, T, Da), float32. With 16-bit weights the activations between layers are rounded to their
@@ -122,7 +125,7 @@ def unet1d(
     Source: Chi et al., Diffusion Policy: Visuomotor Policy Learning via Action Diffusion (2023).
 
     """
-    return torch.ops.dpa.unet1d(sample, timesteps, global_cond, packed, config, dtype)
+    return torch.ops.dpa.unet1d(sample, timesteps, global_cond, packed, config, dtype, local)
 
 
 def diffusion_sample(
@@ -137,6 +140,7 @@ def diffusion_sample(
     noise: Tensor | None = None,
     known: Tensor | None = None,
     known_mask: Tensor | None = None,
+    local: Tensor | None = None,
 ) -> Tensor:
     """Denoise a sample: the whole loop of a scheduler's steps over the U-Net, on packed weights.
 
@@ -159,6 +163,7 @@ def diffusion_sample(
         noise: (S, B, T, Da), float32, standard normal, or None for a loop without noise.
         known: (B, T, Da), float32: ``condition_data`` of inpainting, or None.
         known_mask: (B, T, Da), bool: ``condition_mask``, given with ``known``.
+        local: (S, B, T, down_dims[0]), float32: :func:`unet1d`'s of each step, or None.
 
     Returns:
         (B, T, Da), float32. Not differentiable; the backward raises.
@@ -167,7 +172,7 @@ def diffusion_sample(
     Diffusion Implicit Models (2020); Chi et al., Diffusion Policy (2023).
 
     """
-    network, held = (packed, config, dtype), (noise, known, known_mask)
+    network, held = (packed, config, dtype), (noise, known, known_mask, local)
     return torch.ops.dpa.diffusion_sample(
         sample, timesteps, global_cond, *network, table, clip, *held
     )

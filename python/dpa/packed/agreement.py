@@ -66,7 +66,8 @@ def computes_alike(packed: PackedUnet) -> bool:
     device, dtype = packed.weights.placement
     sample, steps, conditions = example(packed.network, torch.empty((), device=device, dtype=dtype))
     expected = run_network(lambda: packed.unet(sample, steps, **conditions), sample)
-    cond = conditions["global_cond"].float() if conditions else None
-    got = packed(sample.float(), steps.float(), cond).to(expected.dtype)
+    names = ("global_cond", "local_cond")
+    conds = [conditions[name].float() if name in conditions else None for name in names]
+    got = packed(sample.float(), steps.float(), *conds).to(expected.dtype)
     most = limit(STEP_LIMITS, (dtype, packed.dtype), device)
     return proves(expected) and relative_error(got, expected) <= most

@@ -83,12 +83,21 @@ def unet_config(unet: nn.Module) -> list[int]:
     return config_of(recognise(unet))
 
 
-def config_of(network: Network) -> list[int]:
-    """The same of a network that was recognised already."""
+def config_of(network: Network, local: bool = False) -> list[int]:
+    """The same of a network that was recognised already.
+
+    ``local``: of one with local conditioning, whose encoder is left to PyTorch.
+    """
     device = next(iter(network.parameters().values())).device
     arguments = network.packed_arguments
     free, dims = arguments.get("local_cond_dim") is None, list(arguments["down_dims"])
-    require(free, "unet", "have no local conditioning to be packed", "one that has")
+    apart = network.film_apart or bool(network.unconditioned)
+    require(
+        free or (local and not apart),
+        "unet",
+        "have no local conditioning to be packed",
+        "one that has",
+    )
     rule = f"have 1 to {_MAX_LEVELS} down_dims to be packed"
     require(len(dims) <= _MAX_LEVELS, "unet", rule, dims)
     layers = [path for path in network.parts if path.endswith(ATTENTION)]

@@ -8,18 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.library.checks import require
 from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
+from dpa.nn.unet1d import ConditionalUnet1D
 from dpa.packed import batch
 from dpa.packed.config import config_of, packing_for
 from dpa.schedulers.stepping import loop_of
 from dpa.tracking import WeightTracker
 
 _memories = itertools.count(1)
+_ENCODED_AT_ONCE = 2**16  # samples by times, of local conditions
+_FIRST_WIDTH = 6  # its place in a config
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -32,7 +36,7 @@ class PackedUnet:
 
     Args:
         unet: the original's ``ConditionalUnet1D``, dpa's, or one like it (:mod:`dpa.nn.variants`),
-            without local conditioning, on a device for which :func:`runs_packed` holds. Where its
+            on a device for which :func:`runs_packed` holds. Where its
             FiLM is made otherwise PyTorch makes it, and the rest is packed, on a GPU.
         dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn. Arithmetic
             accumulates in float32, and inputs and outputs are float32. With 16-bit weights the
@@ -44,6 +48,8 @@ class PackedUnet:
             32 M weights in convolutions ``scale * q`` is kept in float16, which is faster there.
         size: (B, T) of the calls to come, as for :meth:`sized`; None packs the network's own
             widths.
+        local: whether the network may have local conditioning: the block that encodes it runs as
+            one op of its own, for all timesteps at once, and the rest is packed.
 
     Raises:
         ValueError: the network cannot be packed, with the reason.
@@ -58,9 +64,10 @@ class PackedUnet:
         weights: str = "tracked",
         network: Network | None = None,
         size: tuple[int, int, bool] | None = None,
+        local: bool = False,
     ):
         require(dtype in _DTYPES, "dtype", "be float32, float16, bfloat16 or float8_e4m3fn", dtype)
-        self.unet, self.dtype, self._mode = unet, dtype, weights
+        self.unet, self.dtype, self._mode, self._may_be_local = unet, dtype, weights, local
         self._start(network, size)
 
     def _start(
@@ -86,7 +93,8 @@ class PackedUnet:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again from the network: a copy has its own."""
-        return {"unet": self.unet, "dtype": self.dtype, "_mode": self._mode}
+        kept = ("unet", "dtype", "_mode", "_may_be_local")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -94,8 +102,11 @@ class PackedUnet:
 
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
-        self.config = config_of(self.network)
+        self.config = config_of(self.network, self._may_be_local)
         self._layers = self.network.layers() if self.network.film_apart else None
+        self._local: ConditionalUnet1D | None = None  # whose encoder of local conditions runs
+        if self.network.local_cond_dim is not None:
+            self._local = self.network.layers()
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._kept_in = batch.kept_in(self._given(), self.dtype)
@@ -114,7 +125,7 @@ class PackedUnet:
             return self
         found = self._others.get((tuple(layout), kind))
         if found is None or (found._layout, found._kind) != (layout, kind):
-            same = {"weights": self._mode, "network": self.network}
+            same = {"weights": self._mode, "network": self.network, "local": self._may_be_local}
             found = PackedUnet(self.unet, self.dtype, **same, size=(batch, horizon, layers))
             found._others = self._others
             self._others[tuple(self._layout), self._kind] = self
@@ -138,7 +149,8 @@ class PackedUnet:
                 self._read()
                 self._packed = None  # of another size, perhaps
             places = [value.data_ptr() for value in self.network.parameters().values()]
-            if (self._layers or self._batch) is not None and places != self._places:
+            apart = (self._layers, self._local, self._batch)
+            if any(part is not None for part in apart) and places != self._places:
                 self._packed = None  # a captured graph reads layers where they lay
             self._places = places
             with self.weights.remembered():
@@ -178,6 +190,7 @@ class PackedUnet:
             return self.config, self._kept_in
         batch, horizon, layers = size
         device = self.weights.placement[0]
+        layers = layers and self._local is None
         found = packing_for(tuple(self.config), self._kept_in, batch, horizon, device, layers)
         return list(found[0]), found[1]
 
@@ -256,7 +269,11 @@ class PackedUnet:
         return self._pack() if self._captured() else self.repack()
 
     def __call__(
-        self, sample: Tensor, timestep: Tensor | float | int, global_cond: Tensor | None = None
+        self,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        global_cond: Tensor | None = None,
+        local_cond: Tensor | None = None,
     ) -> Tensor:
         """One forward pass: (B, T, Da) to (B, T, Da), float32.
 
@@ -266,7 +283,56 @@ class PackedUnet:
         steps = torch.as_tensor(timestep, dtype=dtype, device=sample.device)
         if steps.numel() == 1:
             steps = steps.reshape(1).expand(sample.shape[0])
-        return self._forward(sample, steps, global_cond, self.packed)
+        packed = self.packed
+        if local_cond is None:
+            return self._forward(sample, steps, global_cond, packed)
+        weights = packed, self._layout, self._kind
+        local = self._encoded(steps, global_cond, local_cond)
+        return torch.ops.dpa.unet1d(sample, steps, global_cond, *weights, local)
+
+    def _encoded(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
+        """Encode local conditions, (N, T, Dl), as the network does: (N, T, C), float32.
+
+        C are the channels of the first level as they are packed: each of its groups filled up.
+        """
+        layers, dtype = self._local, self.weights.placement[1]
+        given = local_cond.to(dtype)
+        cond = layers.embed(given, timesteps)
+        if global_cond is not None:
+            cond = torch.cat([cond, global_cond.to(dtype)], dim=-1)
+        with torch.no_grad():
+            made = layers.local_cond_encoder[0](given.transpose(1, 2), cond)
+        rows, groups = made.transpose(1, 2).float(), self.config[2]
+        filled = rows.unflatten(2, (groups, -1))
+        more = self._layout[_FIRST_WIDTH] // groups - filled.shape[3]
+        return (
+            functional.pad(filled, (0, more)).flatten(2).contiguous() if more else rows.contiguous()
+        )
+
+    def local_rows(
+        self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor
+    ) -> Tensor:
+        """Encode local conditions at each of many timesteps, for :meth:`sample`.
+
+        Args:
+            timesteps: (S,), float32.
+            global_cond: (B, Dg), or None.
+            local_cond: (B, T, Dl).
+
+        Returns:
+            (S, B, T, C), float32, of the C channels of the first level.
+
+        """
+        samples, made = len(local_cond), []
+        # As many steps at once as fill a GPU; what lies between the block's layers is as large.
+        together = max(1, _ENCODED_AT_ONCE // max(1, samples * local_cond.shape[1]))
+        for steps in timesteps.split(together):
+            count = len(steps)
+            cond = None if global_cond is None else global_cond.repeat(count, 1)
+            local = local_cond.repeat(count, 1, 1)
+            rows = self._encoded(steps.repeat_interleave(samples), cond, local)
+            made.append(rows.unflatten(0, (count, samples)))
+        return torch.cat(made)
 
     def _forward(
         self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None, packed: Tensor
@@ -370,6 +436,7 @@ class PackedUnet:
         condition_data: Tensor | None = None,
         condition_mask: Tensor | None = None,
         step_film: Tensor | None = None,
+        local_cond: Tensor | None = None,
     ) -> Tensor:
         """Run the whole loop: S steps of the network and of :func:`dpa.ops.scheduler_step`.
 
@@ -385,12 +452,18 @@ class PackedUnet:
                 after the last (inpainting).
             condition_mask: bool, (B, T, Da).
             step_film: :meth:`step_film` of the timesteps, on a GPU; None computes it.
+            local_cond: (B, T, Dl), of a network with local conditioning.
 
         Returns:
             (B, T, Da), float32.
 
         """
         packed = self.packed
+        if local_cond is not None:
+            rows = self.local_rows(timesteps, global_cond, local_cond)
+            weights = packed, self._layout, self._kind, coefficients, clip
+            held = noise, condition_data, condition_mask, rows
+            return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *held)
         several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
         free = not several and packed is self._packed
         layers = self.in_layers(initial) if free else None

@@ -291,9 +291,9 @@ def _body(
     if isinstance(table, MultistepTable) or not hard:
         return functools.partial(_several_steps, packed, table.to(dtype=torch.float32), inpainting)
     timesteps, coefficients = _timesteps(packed, table.timesteps), table.coefficients.float()
-    step_film = packed.step_film(timesteps) if film else None
+    step_film = packed.step_film(timesteps) if film and "local_cond" not in inputs else None
     # On a CPU the weights are checked once a call, and all that there is is the op.
-    direct = timesteps.device.type == "cpu"
+    direct = timesteps.device.type == "cpu" and "local_cond" not in inputs
 
     def body(inputs: Inputs) -> Tensor:
         floats, initial, random = split(inputs, table)
@@ -331,7 +331,8 @@ def split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | No
 def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs: Inputs) -> Tensor:
     """Run the loop step by step, each of them the packed network and a scheduler's step."""
     floats, sample, random = split(inputs, table)
-    predict = Window(packed, sample.is_cuda and len(sample) == 1)
+    one = sample.is_cuda and len(sample) == 1 and "local_cond" not in floats
+    predict = Window(packed, one)
     rows = predict.begin(floats, table.timesteps)
     return loop(
         sample,
@@ -376,8 +377,8 @@ class Window:
             return self._layers.on_film(sample.float(), self._observed, rows).to(sample.dtype)
         if self._one:
             return self.packed.on_film(sample.float(), steps).to(sample.dtype)
-        cond = inputs.get("global_cond")
+        cond, local = inputs.get("global_cond"), inputs.get("local_cond")
         if cond is not None:  # it serves every timestep
             cond = cond.float().repeat(len(steps), 1)
         timesteps = steps.expand(-1, len(sample) // len(steps)).flatten()
-        return self.packed(sample.float(), timesteps, cond).to(sample.dtype)
+        return self.packed(sample.float(), timesteps, cond, local).to(sample.dtype)

@@ -41,7 +41,7 @@ class Packing:
         if fused is False:
             return None
         unet = getattr(sampler.unet, "_orig_mod", sampler.unet)  # inside torch.compile's wrapper
-        reason = _refusal(unet, call)
+        reason = _refusal(unet, call, sampler.parallel is not None)
         if fused is None and (reason is not None or not self._may_pack(unet, call.weights_dtype)):
             return None
         try:
@@ -85,22 +85,24 @@ def _packed(sampler: DiffusionSampler, unet: nn.Module, call: Call) -> PackedUne
     dtype, packed = sampler.dtype or call.weights_dtype, sampler.packed
     made_of = None if packed is None else (packed.dtype, packed.weights.mode)
     if made_of != (dtype, sampler.weights) or packed.unet is not unet:
-        packed = PackedUnet(unet, dtype, weights=sampler.weights)
+        packed = PackedUnet(unet, dtype, weights=sampler.weights, local=True)
         alike, kind = packed.network.called_alike, type(unet).__name__
         check(alike, "unet", "take global_cond for a loop to be one op", kind)
     together = 1 if sampler.parallel is None else sampler.parallel.window
     return packed.sized(together * call.shape[0], call.shape[1])
 
 
-def _refusal(unet: nn.Module, call: Call) -> tuple[str, str] | None:
+def _refusal(unet: nn.Module, call: Call, parallel: bool) -> tuple[str, str] | None:
     """Why a loop cannot be one op, what ``fused`` must and what was received; None where it can."""
-    beside = ["local_cond"] * (call.given["local_cond"] is not None) + [*call.others]
     if not runs_packed(call.device):
         return "be left out where no kernel runs packed weights", str(call.device)
-    if beside:
-        return f"be left out where there is {beside[0]}", "both"
-    if getattr(unet, "local_cond_encoder", None) is not None:
-        return "be left out of a network with local conditioning", type(unet).__name__
+    if call.others:
+        return f"be left out where there is {next(iter(call.others))}", "both"
+    local = call.given["local_cond"] is not None
+    if local and parallel:
+        return "be left out where there is local_cond and parallel", "all three"
+    if local and getattr(unet, "local_cond_encoder", None) is None:
+        return "be left out where a network without local conditioning is given local_cond", "both"
     if isinstance(call.table, LiveSteps):
         rule = "be left out of a scheduler that no StepTable expresses"
         return rule, type(call.table).__name__
