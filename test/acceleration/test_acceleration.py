@@ -181,6 +181,29 @@ def test_copies_pickles_and_moves_go_on(device):
     assert max(replaced_forward(unet).shadow.errors.values()) < 1e-4
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
+@pytest.mark.parametrize("by", ["dill", "cloudpickle", "pickle"])
+@torch.no_grad()
+def test_snapshots_of_whole_objects(by, called):
+    """As diffusion_policy's workspace saves itself: by dill, which pickles classes its own way."""
+    module = pytest.importorskip(by)
+    policy = original_policy("cpu")
+    fast, call = dpa.accelerate(copy.deepcopy(policy)), call_of()
+    expected = sampled(policy, call)
+    if called:
+        sampled(fast, call)
+    loaded = module.loads(module.dumps({"policy": fast, "scheduler": fast.noise_scheduler}))
+    other = loaded["policy"]
+    assert isinstance(other, type(policy)) and other.noise_scheduler is loaded["scheduler"]
+    assert isinstance(vars(other)["conditional_sample"], FastLoop)
+    for _ in range(2):
+        torch.testing.assert_close(sampled(other, call), expected, **tolerance(torch.float32))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(fast.noise_scheduler, protocol))
+        assert isinstance(again, type(policy.noise_scheduler))
+        assert again.config == policy.noise_scheduler.config
+
+
 @torch.no_grad()
 def test_weights_written_through_data_are_noticed(device):
     """As diffusers' EMAModel.copy_to writes them: no version counter moves."""

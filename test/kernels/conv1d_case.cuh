@@ -64,6 +64,13 @@ __device__ void put_noise(T* x, int64_t rows, int64_t channels, int64_t width, u
     x[i] = rounded<T>(i % width < channels ? scale * noise(seed, i) : 0.f);
 }
 
+// A weight as the kernels multiply it: rounded, or, of two parts, nearly itself (2^-22 of it).
+template <class T>
+__device__ double multiplied(const Conv1d& c, float w) {
+  const bool parts = std::is_same_v<T, float> && c.y_channels * c.x_channels * c.taps <= kMostInTwoParts;
+  return parts ? double(w) : double(widen(rounded<T>(w)));
+}
+
 template <class T>
 __global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
   put_noise(x, rows, channels, width, seed, scale);
@@ -81,7 +88,7 @@ __global__ void slow_fprop(Conv1d c, const T* x, const float* weight, const floa
       if (u < 0 || u >= c.x_length) continue;
       for (int64_t j = 0; j < c.x_channels; ++j)
         sum += double(widen(x[(b * c.x_length + u) * width + j])) *
-               widen(rounded<T>(weight[(i * c.x_channels + j) * c.taps + k]));
+               multiplied<T>(c, weight[(i * c.x_channels + j) * c.taps + k]);
     }
     out[e] = sum;
   }
@@ -98,7 +105,7 @@ __global__ void slow_dgrad(Conv1d c, const T* y, const float* weight, const floa
       if (t < 0 || t % c.stride != 0 || t / c.stride >= c.y_length) continue;
       for (int64_t i = 0; i < c.y_channels; ++i)
         sum += double(widen(y[(b * c.y_length + t / c.stride) * width + i])) *
-               widen(rounded<T>(weight[(i * c.x_channels + j) * c.taps + k]));
+               multiplied<T>(c, weight[(i * c.x_channels + j) * c.taps + k]);
     }
     out[e] = sum;
   }
@@ -201,8 +208,8 @@ struct Case {
         y(y_rows * y_width * sizeof(T)),
         x(x_rows * x_width * sizeof(T)),
         weight(weights * 4),
-        packed(c.taps * c.y_channels * x_width * sizeof(T)),
-        transposed(c.taps * c.x_channels * y_width * sizeof(T)),
+        packed(weight_parts(c) * c.taps * c.y_channels * x_width * sizeof(T)),
+        transposed(weight_parts(c) * c.taps * c.x_channels * y_width * sizeof(T)),
         bias(std::max(c.y_channels, c.x_channels) * 4),
         y_out(y_rows * c.y_channels * sizeof(T)),
         x_out(x_rows * c.x_channels * sizeof(T)),
@@ -223,7 +230,7 @@ struct Case {
   }
   Packings packings(bool of_transposed = false) const {
     const auto& to = of_transposed ? transposed : packed;
-    return {{{weight.data, to.data, c.y_channels, c.x_channels, c.taps}}, 1};
+    return {{{weight.data, to.data, c.y_channels, c.x_channels, c.taps, 0, 0, weight_parts(c)}}, 1};
   }
   template <class S>
   static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {

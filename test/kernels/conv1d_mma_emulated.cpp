@@ -145,20 +145,36 @@ void launch_convolution(Run& run) {
     plan.tile_columns == 128 ? go(MmaShape<64, 128>{}) : go(MmaShape<64, 64>{});
 }
 
+// The second parts of weights that have two, which tf32 holds; the weights become the sums.
+template <class T>
+std::vector<float> second_parts(const Conv1d& c, Rows<T>& weight) {
+  std::vector<float> parts(weight_parts(c) == 2 ? weight.values.size() : 0);
+  for (size_t e = 0; e < parts.size(); ++e) {
+    parts[e] = std::ldexp(static_cast<float>(static_cast<int>(generator() % 1024) - 512), -20);
+    weight.values[e] += parts[e];
+  }
+  return parts;
+}
+
 // The weights (d0, d1, taps) as fprop reads them, or transposed as dgrad does in float32.
 template <class T>
-std::vector<uint8_t> pack(const Conv1d& c, const Rows<T>& weight, Rows<T>& stored, bool transposed) {
+std::vector<uint8_t> pack(const Conv1d& c, Rows<T>& stored, const std::vector<float>& second, bool transposed) {
   const int64_t rows = transposed ? c.x_channels : c.y_channels, row = transposed ? c.y_channels : c.x_channels;
   const int64_t width = padded(row);
-  std::vector<uint8_t> packed(kPlanes<T> * c.taps * rows * width * kSize<T> + 64, 0);
+  const int planes = second.empty() ? kPlanes<T> : 2;
+  std::vector<uint8_t> packed(planes * c.taps * rows * width * kSize<T> + 64, 0);
   uint8_t* to = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(packed.data()) + 15) / 16 * 16);
-  for (int plane = 0; plane < kPlanes<T>; ++plane)
+  for (int plane = 0; plane < planes; ++plane)
     for (int k = 0; k < c.taps; ++k)
       for (int64_t i = 0; i < c.y_channels; ++i)
-        for (int64_t j = 0; j < c.x_channels; ++j)
+        for (int64_t j = 0; j < c.x_channels; ++j) {
+          const int64_t e = (i * c.x_channels + j) * c.taps + k, of_plane = c.y_channels * c.x_channels * c.taps;
+          const void* from = plane == 1 && !second.empty() ? static_cast<const void*>(&second[e])
+                                                           : stored.data() + (plane * of_plane + e) * kSize<T>;
           std::memcpy(
               to + (((plane * c.taps + k) * rows + (transposed ? j : i)) * width + (transposed ? i : j)) * kSize<T>,
-              stored.data() + (((plane * c.y_channels + i) * c.x_channels + j) * c.taps + k) * kSize<T>, kSize<T>);
+              from, kSize<T>);
+        }
   return packed;
 }
 
@@ -235,7 +251,8 @@ bool test_shape(Conv1d c, int multiprocessors) {
   const auto time_of = [&](int64_t t, int k) { return c.stride * t + k - c.padding; };
   const double slack = (kHalves<T> ? 5e-7 : 2e-6) * std::sqrt(c.taps * 512.0) + (kHalves<T> ? 2e-6 : 1e-5);
 
-  const auto packed = pack(c, weight, weight, false);
+  const auto second = second_parts(c, weight);
+  const auto packed = pack(c, weight, second, false);
   std::vector<float> out(c.batch * c.y_length * c.y_channels, NAN);
   Run run{mma_args(plan_mma_fprop(c, multiprocessors), c, false, x.first.data(), x.more_data(), sixteen(packed)),
           out.data()};
@@ -253,7 +270,7 @@ bool test_shape(Conv1d c, int multiprocessors) {
         fprop.add(out[(b * c.y_length + t) * c.y_channels + i], sum, slack);
       }
 
-  const auto turned = pack(c, weight, weight, kIsFloat<T>);
+  const auto turned = pack(c, weight, second, kIsFloat<T>);
   std::vector<float> back(c.batch * c.x_length * c.x_channels, NAN);
   run = {mma_args(plan_mma_dgrad(c, multiprocessors), c, true, y.data(), nullptr, sixteen(turned)), back.data()};
   launch_convolution<T, !kIsFloat<T>>(run);

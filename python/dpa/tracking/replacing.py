@@ -84,6 +84,20 @@ class _OfOneObject:
     def __init_subclass__(cls) -> None:
         pass
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the object's own class: dill takes this one for another object of that name."""
+        reduced, kind, base = super().__reduce_ex__(protocol), type(self), class_of(self)
+        if not isinstance(reduced, tuple):
+            return reduced
+        named = (base if x is kind else x for x in (reduced[0], *reduced[1]))
+        return (_made, (base, *named), *reduced[2:])
+
+
+def _made(base: type, make: Any, *arguments: Any) -> Any:
+    """Make an object of the subclass of a class, by what its pickle says of the class itself."""
+    kind = _subclass(base)
+    return (kind if make is base else make)(*(kind if x is base else x for x in arguments))
+
 
 class _Method:
     """Finds what replaces a method on an object, or the method itself."""
