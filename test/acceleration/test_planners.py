@@ -218,3 +218,30 @@ def test_noise_lies_in_the_priors_order(agent):
             given = {"prior": prior, "n_samples": 2, "condition_cfg": STATE, "w_cfg": 1.0}
             results.append((each.sample(**given, **steps)[0], torch.randn(3)))
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+class Other(nn.Module):
+    """A network that is no U-Net of the family, called as CleanDiffuser calls its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.cond = nn.Linear(8, 8), nn.Linear(3, 2)
+
+    def forward(self, x, noise, condition=None):
+        scale = 1 + 0.1 * noise[:, None, None].to(x.dtype)
+        x = self.mix(x.mT).mT.tanh() * scale
+        return x if condition is None else x + self.cond(condition.flatten(1)[:, :3])[:, None]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_network_with_a_mask(device, masked):
+    """Its config says no number of actions; what is inpainted does."""
+    torch.manual_seed(0)
+    mask = torch.zeros(8, 2)
+    mask[0] = 1
+    plain = planners.DDPM(**({"fix_mask": mask} if masked else {})).to(device).eval()
+    plain.model["diffusion"] = Other().to(device)
+    plain.model_ema = copy.deepcopy(plain.model).requires_grad_(False).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+    same_results(plain, fast, lambda agent: agent.act(STATE.to(device)), calls=4)
+    assert replaced(fast, "sample").shadow.agreed

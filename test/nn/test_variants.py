@@ -10,6 +10,7 @@ from torch import nn
 import dpa
 from dpa.nn import family
 from dpa.nn.family import NotInFamily
+from dpa.nn.network import shapes, template
 from dpa.nn.variants import VARIANTS
 
 FILM = "the layers that make FiLM's parameters"
@@ -39,6 +40,8 @@ def test_each_is_recognised(policies, make, parts, packs):
     assert network.variant.policies.startswith(policies)
     own = {id(p) for p in unet.parameters()}
     assert {id(p) for p in network.parameters().values()} == own
+    wanted = shapes(template(network.packed_arguments))
+    assert {name: value.shape for name, value in network.weights().items()} == wanted
     if packs:
         config = dpa.packed.config.config_of(network)
         names = torch.ops.dpa.unet1d_weight_names(config)

@@ -303,6 +303,14 @@ def test_arguments_that_are_their_defaults(device, count):
     assert_close(torch.vmap(call)(weights), torch.stack([call(w) for w in weights]))
 
 
+def test_groups_of_one_value(device):
+    """PyTorch's function refuses them, and the op does not: a norm of one value is its shift."""
+    new = lambda *shape: torch.randn(shape, dtype=torch.float64, device=device)  # noqa: E731
+    weights, x, norm = new(_N, 6, 4, 1, 1), new(1, 4, 1, 1), new(6)
+    call = lambda w: _OPS.conv2d_norm_act(x, w, norm, norm, norm, None, 6)  # noqa: E731
+    assert_close(torch.vmap(call)(weights), torch.stack([call(w) for w in weights]))
+
+
 def test_compiled(device):
     bind, tensors = _mapped(device, _norm, (1, 0, 1, 0, 2))
     mapped = torch.vmap(bind(_OPS.group_norm_mish), (1, 0, 1, 0, 2))

@@ -333,8 +333,9 @@ class FastLoop(Replacement):
         options = dict(call.options)
         if isinstance(forward, AnyNetwork) and is_nested(call):
             options["nested"] = True
+        options["action_dim"] = call.shape[2]
         if call.condition_data is None:
-            options |= {"horizon": call.shape[1], "action_dim": call.shape[2]}
+            options["horizon"] = call.shape[1]
         kind = (*_arithmetic(forward), _dtypes(call), options)
         for place, route in enumerate(self._routes):
             if route.forward is forward and self._holds(route, kind):

@@ -140,15 +140,16 @@ class Network:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that give the original's network the mathematics of this one.
 
-        A residual block that the network lacks adds zero, and so does FiLM where PyTorch computes
-        its parameters. A convolution before a norm of another
-        ``eps`` is scaled, as the norm's input may be when its ``eps`` is.
+        A residual block that the network lacks adds zero, and so does FiLM, with what it is made
+        of, where PyTorch computes its parameters. A convolution before a norm of another ``eps``
+        is scaled, as the norm's input may be when its ``eps`` is.
         """
         found = {key: value.detach() for key, value in self.parameters().items()}
         like, eps, apart = next(iter(found.values())), self.eps, self.film_apart
         weights = {}
         for name, shape in self._packed_shapes.items():
-            value = None if apart and FILM in name else found.get(name)
+            made = apart and (FILM in name or name.startswith(ENCODER))  # by PyTorch
+            value = None if made else found.get(name)
             inner = name.startswith(tuple(self.parts))
             if value is not None and value.shape != shape and not inner:
                 want, have = tuple(shape), tuple(value.shape)

@@ -68,7 +68,7 @@ def _conv2d_norm_act(n, input, weight, bias=None, scale=None, shift=None, residu
     x = F.conv2d(input, as_input(weight), as_input(bias), stride, padding, groups=n)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if num_groups and x.numel():
-        x = F.group_norm(x, n * num_groups, eps=eps)
+        x = torch.group_norm(x, n * num_groups, eps=eps)  # F's wants several values a group
     for values, join in ((scale, torch.mul), (shift, torch.add)):
         x = x if values is None else join(x, values.to(x.dtype)[:, None, None])
     x = x if residual is None else x + residual
