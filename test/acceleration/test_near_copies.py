@@ -147,7 +147,7 @@ APART = ["DP3's mlp_film", "Streaming Diffusion Policy", "DPPO", "DPPO with ReLU
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*APART, "Simple DP3", "ManiSkill"])
+@pytest.mark.parametrize("name", [*APART, "Simple DP3", "ManiSkill", "DP3, local conditions"])
 def test_single_passes_replay(name, cuda):
     """A loop that dpa does not know calls the network alone; nothing of it is missed."""
     plain, sample, call = network_and_call(name, cuda)

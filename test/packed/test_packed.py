@@ -11,6 +11,7 @@ from torch import nn
 
 import dpa
 from dpa.packed.config import path_of, unet_config
+from dpa.packed.local_cond import LocalEncoder
 from dpa.packed.unet import PackedUnet
 
 diffusers = pytest.importorskip("diffusers")
@@ -383,8 +384,8 @@ def test_what_cannot_be_packed_says_why():
     local = dpa.nn.ConditionalUnet1D(
         2, local_cond_dim=3, diffusion_step_embed_dim=16, down_dims=(16, 32)
     )
-    with pytest.raises(ValueError, match="no local conditioning"):
-        unet_config(local)
+    same = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(16, 32))
+    assert unet_config(local) == unet_config(same)
 
 
 def _local_unet(device, dims, global_cond=None, kernel=3, scale=True):
@@ -449,13 +450,16 @@ def test_loops_with_local_conditions(
 
 def test_local_conditions_of_many_steps_are_encoded_in_parts(device, monkeypatch):
     unet = _local_unet(device, (32, 64), 7)
-    packed = PackedUnet(unet, local=True)
+    encoder = LocalEncoder(unet, 32, groups=8)
     timesteps = torch.arange(7.0, device=device)
     cond, local = torch.randn(2, 7, device=device), torch.randn(2, 8, 5, device=device)
-    want = packed.local_rows(timesteps, cond, local)
+    want = encoder.at_each(timesteps, cond, local)
     assert want.shape == (7, 2, 8, 32)
-    monkeypatch.setattr("dpa.packed.unet._ENCODED_AT_ONCE", 40)
-    torch.testing.assert_close(packed.local_rows(timesteps, cond, local), want)
+    monkeypatch.setattr("dpa.packed.local_cond._AT_ONCE", 40)
+    torch.testing.assert_close(encoder.at_each(timesteps, cond, local), want)
+    filled = LocalEncoder(unet, 64, groups=8).at_each(timesteps, cond, local).unflatten(3, (8, -1))
+    torch.testing.assert_close(filled[..., :4].flatten(3), want)
+    assert not filled[..., 4:].any()
     for step, rows in enumerate(want):
         block = unet.local_cond_encoder[0]
         embedding = torch.cat([unet.embed(local, timesteps[step].expand(2)), cond], dim=1)
@@ -464,11 +468,10 @@ def test_local_conditions_of_many_steps_are_encoded_in_parts(device, monkeypatch
 
 
 def test_what_local_conditions_are_not_packed_with(device):
-    unet = _local_unet(device, (32, 64))
-    with pytest.raises(ValueError, match="unet must have no local conditioning to be packed"):
-        PackedUnet(unet)
     other = dpa.nn.ConditionalUnet1D(3, None, None, 32, (32, 64), 3).to(device)
     packed = PackedUnet(other)
+    with pytest.raises(ValueError, match="unet must have local conditioning to be given local_co"):
+        packed(torch.zeros(2, 8, 3, device=device), 1, None, torch.zeros(2, 8, 5, device=device))
     with pytest.raises(RuntimeError, match=r"unet1d: local must have shape \(B, T, down_dims"):
         torch.ops.dpa.unet1d(
             torch.zeros(2, 8, 3, device=device),

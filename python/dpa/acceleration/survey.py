@@ -375,12 +375,10 @@ def _how(module: nn.Module, network: Network, mode: str) -> str:
     if mode == "chain" or parameter.dtype == torch.float64:
         return f"layer by layer with dpa's ops{beside}"
     try:
-        config_of(network, local=not network.variant.each_action)
+        config_of(network)
     except ValueError as error:
         return f"layer by layer with dpa's ops: {error}{beside}"
     kind = parameter.device.type
     if not runs_packed(parameter.device):
         return f"layer by layer with dpa's ops: no packed kernels on {kind}{beside}"
-    if network.local_cond_dim is not None:
-        return f"in loops one op on packed weights; a call by itself layer by layer{beside}"
     return f"one op on packed weights{beside}"

@@ -208,9 +208,7 @@ class FastForward(Replacement, Denoiser):
         if not free or not runs_packed(self.weight.device):
             return None
         try:
-            local = not self.network.variant.each_action  # whose loops call the network itself
-            how = {"weights": self.options.weights, "network": self.network, "local": local}
-            return PackedUnet(self.unet, dtype, **how)
+            return PackedUnet(self.unet, dtype, weights=self.options.weights, network=self.network)
         except ValueError:  # the ops run none like it
             return None
 
@@ -371,8 +369,7 @@ class FastForward(Replacement, Denoiser):
         precision: torch.dtype,
         trains: bool,
     ) -> Tensor:
-        layered = trains or "local_cond" in conditions  # of loops alone is their block packed apart
-        packed = None if layered else self.packed(self.packed_dtype(precision))
+        packed = None if trains else self.packed(self.packed_dtype(precision))
         if packed is None:
             run = self.original if self.layers is None else self.layers
             return run(sample, timestep, **conditions)
@@ -382,10 +379,9 @@ class FastForward(Replacement, Denoiser):
         else:
             steps = timestep.to(sample.device)
             steps = steps.expand(batch) if steps.dim() < 2 else steps
-        cond = conditions.get("global_cond")
         # ``torch.randn_like`` of it takes random numbers in the original's order; views need it.
         packed = packed.sized(batch, sample.shape[1])
-        out = self._forwards.run(packed, sample, steps, cond, self._channels_first)
+        out = self._forwards.run(packed, sample, steps, conditions, self._channels_first)
         return out.to(precision)
 
     def _trains(self) -> bool:

@@ -76,28 +76,21 @@ def unet_config(unet: nn.Module) -> list[int]:
         of the flags 1 is FiLM with a scale, 2 ReLU in place of Mish.
 
     Raises:
-        ValueError: the module is not such a network, has local conditioning or attention, more than
-            5 levels or a size above 65536.
+        ValueError: the module is not such a network, has attention, more than 5 levels or a size
+            above 65536. What encodes local conditions is no part of it.
 
     """
     return config_of(recognise(unet))
 
 
-def config_of(network: Network, local: bool = False) -> list[int]:
-    """The same of a network that was recognised already.
-
-    ``local``: of one with local conditioning, whose encoder is left to PyTorch.
-    """
+def config_of(network: Network) -> list[int]:
+    """The same of a network that was recognised already."""
     device = next(iter(network.parameters().values())).device
     arguments = network.packed_arguments
     free, dims = arguments.get("local_cond_dim") is None, list(arguments["down_dims"])
     apart = network.film_apart or bool(network.unconditioned)
-    require(
-        free or (local and not apart),
-        "unet",
-        "have no local conditioning to be packed",
-        "one that has",
-    )
+    rule = "have no local conditioning where PyTorch makes its FiLM or a block has none"
+    require(free or not apart, "unet", rule, "one that has")
     rule = f"have 1 to {_MAX_LEVELS} down_dims to be packed"
     require(len(dims) <= _MAX_LEVELS, "unet", rule, dims)
     layers = [path for path in network.parts if path.endswith(ATTENTION)]

@@ -8,22 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpa.library.checks import require
 from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
-from dpa.nn.unet1d import ConditionalUnet1D
 from dpa.packed import batch
 from dpa.packed.config import config_of, packing_for
+from dpa.packed.local_cond import LocalEncoder
 from dpa.schedulers.stepping import loop_of
 from dpa.tracking import WeightTracker
 
 _memories = itertools.count(1)
-_ENCODED_AT_ONCE = 2**16  # samples by times, of local conditions
-_FIRST_WIDTH = 6  # its place in a config
+_GROUPS, _FIRST_WIDTH = 2, 6  # their places in a config
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -36,8 +34,9 @@ class PackedUnet:
 
     Args:
         unet: the original's ``ConditionalUnet1D``, dpa's, or one like it (:mod:`dpa.nn.variants`),
-            on a device for which :func:`runs_packed` holds. Where its
-            FiLM is made otherwise PyTorch makes it, and the rest is packed, on a GPU.
+            on a device for which :func:`runs_packed` holds. Where its FiLM is made otherwise
+            PyTorch makes it, and the rest is packed, on a GPU. A block that encodes local
+            conditions runs as one op of its own, in a loop for all timesteps at once.
         dtype: of the packed weights: float32, float16, bfloat16 or float8_e4m3fn. Arithmetic
             accumulates in float32, and inputs and outputs are float32. With 16-bit weights the
             activations between layers are rounded to their type, and on the GPU partial sums too.
@@ -48,8 +47,6 @@ class PackedUnet:
             32 M weights in convolutions ``scale * q`` is kept in float16, which is faster there.
         size: (B, T) of the calls to come, as for :meth:`sized`; None packs the network's own
             widths.
-        local: whether the network may have local conditioning: the block that encodes it runs as
-            one op of its own, for all timesteps at once, and the rest is packed.
 
     Raises:
         ValueError: the network cannot be packed, with the reason.
@@ -64,10 +61,9 @@ class PackedUnet:
         weights: str = "tracked",
         network: Network | None = None,
         size: tuple[int, int, bool] | None = None,
-        local: bool = False,
     ):
         require(dtype in _DTYPES, "dtype", "be float32, float16, bfloat16 or float8_e4m3fn", dtype)
-        self.unet, self.dtype, self._mode, self._may_be_local = unet, dtype, weights, local
+        self.unet, self.dtype, self._mode = unet, dtype, weights
         self._start(network, size)
 
     def _start(
@@ -93,8 +89,7 @@ class PackedUnet:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again from the network: a copy has its own."""
-        kept = ("unet", "dtype", "_mode", "_may_be_local")
-        return {name: getattr(self, name) for name in kept}
+        return {"unet": self.unet, "dtype": self.dtype, "_mode": self._mode}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -102,17 +97,18 @@ class PackedUnet:
 
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
-        self.config = config_of(self.network, self._may_be_local)
+        self.config = config_of(self.network)
         self._layers = self.network.layers() if self.network.film_apart else None
-        self._local: ConditionalUnet1D | None = None  # whose encoder of local conditions runs
-        if self.network.local_cond_dim is not None:
-            self._local = self.network.layers()
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._kept_in = batch.kept_in(self._given(), self.dtype)
         self.weights = WeightTracker(list(self.network.slots.values()), self._mode)
         # The config and the type that the weights are packed by.
         self._layout, self._kind = self._packing(self._size)
+        self._local: LocalEncoder | None = None
+        if self.network.local_cond_dim is not None:
+            channels, groups = self._layout[_FIRST_WIDTH], self._layout[_GROUPS]
+            self._local = LocalEncoder(self.network.layers(), channels, groups)
 
     def sized(self, batch: int, horizon: int, layers: bool = True) -> PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
@@ -125,7 +121,7 @@ class PackedUnet:
             return self
         found = self._others.get((tuple(layout), kind))
         if found is None or (found._layout, found._kind) != (layout, kind):
-            same = {"weights": self._mode, "network": self.network, "local": self._may_be_local}
+            same = {"weights": self._mode, "network": self.network}
             found = PackedUnet(self.unet, self.dtype, **same, size=(batch, horizon, layers))
             found._others = self._others
             self._others[tuple(self._layout), self._kind] = self
@@ -190,7 +186,7 @@ class PackedUnet:
             return self.config, self._kept_in
         batch, horizon, layers = size
         device = self.weights.placement[0]
-        layers = layers and self._local is None
+        layers = layers and self.network.local_cond_dim is None
         found = packing_for(tuple(self.config), self._kept_in, batch, horizon, device, layers)
         return list(found[0]), found[1]
 
@@ -283,67 +279,32 @@ class PackedUnet:
         steps = torch.as_tensor(timestep, dtype=dtype, device=sample.device)
         if steps.numel() == 1:
             steps = steps.reshape(1).expand(sample.shape[0])
-        packed = self.packed
-        if local_cond is None:
-            return self._forward(sample, steps, global_cond, packed)
-        weights = packed, self._layout, self._kind
-        local = self._encoded(steps, global_cond, local_cond)
-        return torch.ops.dpa.unet1d(sample, steps, global_cond, *weights, local)
-
-    def _encoded(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
-        """Encode local conditions, (N, T, Dl), as the network does: (N, T, C), float32.
-
-        C are the channels of the first level as they are packed: each of its groups filled up.
-        """
-        layers, dtype = self._local, self.weights.placement[1]
-        given = local_cond.to(dtype)
-        cond = layers.embed(given, timesteps)
-        if global_cond is not None:
-            cond = torch.cat([cond, global_cond.to(dtype)], dim=-1)
-        with torch.no_grad():
-            made = layers.local_cond_encoder[0](given.transpose(1, 2), cond)
-        rows, groups = made.transpose(1, 2).float(), self.config[2]
-        filled = rows.unflatten(2, (groups, -1))
-        more = self._layout[_FIRST_WIDTH] // groups - filled.shape[3]
-        return (
-            functional.pad(filled, (0, more)).flatten(2).contiguous() if more else rows.contiguous()
-        )
-
-    def local_rows(
-        self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor
-    ) -> Tensor:
-        """Encode local conditions at each of many timesteps, for :meth:`sample`.
-
-        Args:
-            timesteps: (S,), float32.
-            global_cond: (B, Dg), or None.
-            local_cond: (B, T, Dl).
-
-        Returns:
-            (S, B, T, C), float32, of the C channels of the first level.
-
-        """
-        samples, made = len(local_cond), []
-        # As many steps at once as fill a GPU; what lies between the block's layers is as large.
-        together = max(1, _ENCODED_AT_ONCE // max(1, samples * local_cond.shape[1]))
-        for steps in timesteps.split(together):
-            count = len(steps)
-            cond = None if global_cond is None else global_cond.repeat(count, 1)
-            local = local_cond.repeat(count, 1, 1)
-            rows = self._encoded(steps.repeat_interleave(samples), cond, local)
-            made.append(rows.unflatten(0, (count, samples)))
-        return torch.cat(made)
+        return self._forward(sample, steps, global_cond, local_cond, self.packed)
 
     def _forward(
-        self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None, packed: Tensor
+        self,
+        sample: Tensor,
+        timesteps: Tensor,
+        global_cond: Tensor | None,
+        local_cond: Tensor | None,
+        packed: Tensor,
     ) -> Tensor:
-        layers = self.in_layers(sample) if packed is self._packed else None
+        free = local_cond is None and packed is self._packed
+        layers = self.in_layers(sample) if free else None
         if layers is not None:
             return layers.forward(sample, timesteps, global_cond)
         weights = packed, self._layout, self._kind
         if self._layers is None:
-            return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights)
+            local = None
+            if local_cond is not None:
+                local = self._local_encoder().at(timesteps, global_cond, local_cond)
+            return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights, local)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
+
+    def _local_encoder(self) -> LocalEncoder:
+        found = self._local
+        require(found is not None, "unet", "have local conditioning to be given local_cond", "none")
+        return found
 
     def in_layers(self, sample: Tensor) -> batch.BatchWeights | None:
         """Return what runs so many samples layer by layer; None where that is not faster."""
@@ -364,20 +325,27 @@ class PackedUnet:
         with torch.no_grad():
             return film_rows(self._layers, timesteps, global_cond).float()
 
-    def run(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
+    def run(
+        self,
+        sample: Tensor,
+        timesteps: Tensor,
+        global_cond: Tensor | None,
+        local_cond: Tensor | None = None,
+    ) -> Tensor:
         """One forward pass of float32 tensors, of the weights that there are now, by value too.
 
         The caller has checked the modules. On a GPU the values are compared while the pass runs.
         """
+        given = sample, timesteps, global_cond, local_cond
         with self.lock:
             known = sample.is_cuda and self._packed is not None and not self._captured()
             if not known or self.weights.changed():
-                return self._forward(sample, timesteps, global_cond, self.follow(modules=False))
+                return self._forward(*given, self.follow(modules=False))
             self.weights.start()
-            result = self._forward(sample, timesteps, global_cond, self._readable())
+            result = self._forward(*given, self._readable())
             if not self.weights.values_changed():
                 return result
-            return self._forward(sample, timesteps, global_cond, self.repack())
+            return self._forward(*given, self.repack())
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None = None) -> Tensor:
         """FiLM's parameters of one observation at many timesteps, on a GPU: what no step changes.
@@ -460,7 +428,7 @@ class PackedUnet:
         """
         packed = self.packed
         if local_cond is not None:
-            rows = self.local_rows(timesteps, global_cond, local_cond)
+            rows = self._local_encoder().at_each(timesteps, global_cond, local_cond)
             weights = packed, self._layout, self._kind, coefficients, clip
             held = noise, condition_data, condition_mask, rows
             return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *held)
@@ -475,7 +443,7 @@ class PackedUnet:
                 if layers is not None:
                     return layers.on_film(sample, film[step], conds)
                 steps = timesteps[step].expand(len(sample))
-                return self._forward(sample, steps, global_cond, packed)
+                return self._forward(sample, steps, global_cond, None, packed)
 
             steps = timesteps, coefficients, clip, noise
             return loop_of(steps, initial, predict, condition_data, condition_mask)

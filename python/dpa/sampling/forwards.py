@@ -7,7 +7,7 @@ the GPU.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,16 +32,15 @@ class Forwards:
         packed: PackedUnet,
         sample: Tensor,
         timesteps: Tensor,
-        global_cond: Tensor | None,
+        conditions: Mapping[str, Tensor],
         channels_first: bool,
     ) -> Tensor:
         """Return the network's output, float32; the caller has checked the modules.
 
+        ``conditions``: ``global_cond`` and ``local_cond``, where the network has them.
         ``channels_first``: whether it is (B, Da, T) in memory.
         """
-        inputs = {"sample": sample, "timesteps": timesteps}
-        if global_cond is not None:
-            inputs["global_cond"] = global_cond
+        inputs = {"sample": sample, "timesteps": timesteps, **conditions}
         if not can_capture(sample.device) or is_dispatched():
             return _ordered(packed.run(*_floats(packed, inputs)), channels_first)
         kind = _kind(inputs), channels_first
@@ -65,9 +64,9 @@ def _ordered(out: Tensor, channels_first: bool) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2) if channels_first else out
 
 
-def _floats(packed: PackedUnet, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+def _floats(packed: PackedUnet, inputs: Inputs) -> list[Tensor | None]:
     """Return the arguments; a network's own layers may tell integers of timesteps from floats."""
     sample, timesteps = inputs["sample"].float(), inputs["timesteps"]
-    cond = inputs.get("global_cond")
     timesteps = timesteps if packed.network.film_apart else timesteps.float()
-    return sample, timesteps, None if cond is None else cond.float()
+    conds = [inputs.get(name) for name in ("global_cond", "local_cond")]
+    return [sample, timesteps, *(None if cond is None else cond.float() for cond in conds)]

@@ -85,7 +85,7 @@ def _packed(sampler: DiffusionSampler, unet: nn.Module, call: Call) -> PackedUne
     dtype, packed = sampler.dtype or call.weights_dtype, sampler.packed
     made_of = None if packed is None else (packed.dtype, packed.weights.mode)
     if made_of != (dtype, sampler.weights) or packed.unet is not unet:
-        packed = PackedUnet(unet, dtype, weights=sampler.weights, local=True)
+        packed = PackedUnet(unet, dtype, weights=sampler.weights)
         alike, kind = packed.network.called_alike, type(unet).__name__
         check(alike, "unet", "take global_cond for a loop to be one op", kind)
     together = 1 if sampler.parallel is None else sampler.parallel.window

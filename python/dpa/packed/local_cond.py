@@ -1,0 +1,53 @@
+"""What a network makes of local conditions, apart from a loop: no step's sample changes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dpa.nn.unet1d import ConditionalUnet1D
+
+_AT_ONCE = 2**16  # samples by times
+
+
+class LocalEncoder:
+    """Encodes local conditions, for the ops that add a row of it in every step.
+
+    Args:
+        layers: the network, of dpa's layers on its own parameters.
+        channels: of the first level as they are packed: each of its groups filled up.
+        groups: of its norms.
+
+    """
+
+    def __init__(self, layers: ConditionalUnet1D, channels: int, groups: int):
+        self._layers, self._channels, self._groups = layers, channels, groups
+
+    def at(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
+        """Encode (B, T, Dl) at a timestep each, (B,): (B, T, C), float32, of C channels."""
+        layers = self._layers
+        given = local_cond.to(next(layers.parameters()).dtype)
+        cond = layers.embed(given, timesteps)
+        if global_cond is not None:
+            cond = torch.cat([cond, global_cond.to(given.dtype)], dim=-1)
+        with torch.no_grad():
+            made = layers.local_cond_encoder[0](given.transpose(1, 2), cond)
+        rows = made.transpose(1, 2).float()
+        more = (self._channels - rows.shape[2]) // self._groups
+        if more:
+            rows = functional.pad(rows.unflatten(2, (self._groups, -1)), (0, more)).flatten(2)
+        return rows.contiguous()
+
+    def at_each(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
+        """Encode (B, T, Dl) at each of S timesteps, (S,): (S, B, T, C), float32."""
+        samples, made = len(local_cond), []
+        # As many steps at once as fill a GPU; what lies between the block's layers is as large.
+        together = max(1, _AT_ONCE // max(1, samples * local_cond.shape[1]))
+        for steps in timesteps.split(together):
+            count = len(steps)
+            cond = None if global_cond is None else global_cond.repeat(count, 1)
+            local = local_cond.repeat(count, 1, 1)
+            rows = self.at(steps.repeat_interleave(samples), cond, local)
+            made.append(rows.unflatten(0, (count, samples)))
+        return torch.cat(made)
