@@ -17,7 +17,7 @@ from dpa.export.places import files_of
 from dpa.export.settings import LEROBOT_DEFAULTS, LEROBOT_SCHEDULER
 
 save_file = pytest.importorskip("safetensors.torch").save_file
-FRAMES, T = 2, 16  # LeRobot's
+FRAMES, T = 2, 16  # of observations, LeRobot's; of actions
 
 
 @pytest.fixture
@@ -68,11 +68,10 @@ def test_a_policy_with_no_settings_is_lerobot_s(folder, network, tmp_path):
     assert result.exit_code == 0, result.exception
     manifest = json.loads(result.stdout)
     named = [line.partition(":")[0] for line in manifest["assumed"]]
-    assert named == [  # what an option gives is not assumed
-        name
-        for name in LEROBOT_DEFAULTS
-        if name not in ("noise_scheduler_type", "num_inference_steps")
-    ]
+    given = ("noise_scheduler_type", "num_inference_steps")  # by options
+    assert named == [*(name for name in LEROBOT_DEFAULTS if name not in given), "horizon"]
+    line = f"horizon: the file does not name it; assumed {T} (--horizon)"
+    assert line in manifest["assumed"]  # LeRobot's own default is another since 0.6
     line = "beta_schedule: config.json does not name it; assumed LeRobot's default, "
     assert f"{line}'squaredcos_cap_v2' (--scheduler-config)" in manifest["assumed"]
     assert manifest["first_action"] == FRAMES - 1
@@ -96,7 +95,7 @@ def test_the_scheduler_and_its_steps(folder):
     assert source.scheduler == {"_class_name": "DDPMScheduler"} | {
         name: LEROBOT_DEFAULTS[name] for name in LEROBOT_SCHEDULER
     }
-    assert (source.horizon, source.steps, source.first_action) == (T, None, FRAMES - 1)
+    assert (source.horizon, source.steps, source.first_action) == (None, None, FRAMES - 1)
 
 
 def test_a_setting_that_is_there_is_not_assumed(folder):

@@ -182,7 +182,7 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
         scheduler,
         Around(None, observation, action),
         width,
-        config["horizon"],
+        config.get("horizon"),
         config["num_inference_steps"],
         assumed,
         first_action=frames - 1,

@@ -52,10 +52,9 @@ LEROBOT = {
     *("push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path"),
 }
 # What LeRobot's DiffusionConfig takes for settings that config.json leaves out: those of the loop,
-# and of the network what no shape shows.
+# and of the network what no shape shows. Not the horizon: 16 before LeRobot 0.6, 64 since.
 LEROBOT_DEFAULTS = {
     "n_obs_steps": 2,
-    "horizon": 16,
     "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
     "n_groups": 8,
     "noise_scheduler_type": "DDPM",
@@ -92,7 +91,7 @@ def unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> lis
 
 def missing_of_lerobot(config: Mapping[str, Any]) -> list[str]:
     """Name the settings that LeRobot's configuration leaves out, with what is assumed for each."""
-    options = {"horizon": " (--horizon)", "num_inference_steps": " (--steps)"}
+    options = {"num_inference_steps": " (--steps)"}
     options |= dict.fromkeys(("noise_scheduler_type", *LEROBOT_SCHEDULER), " (--scheduler-config)")
     return [
         f"{name}: config.json does not name it; assumed LeRobot's default, {value!r}"
