@@ -229,6 +229,11 @@ class Walk {
         launch.blocks += made.blocks;
       }
     C10_CUDA_CHECK(conv2d::launch_convs(dtype_, step_plan.tiling, launch, /*dependent=*/true, stream_));
+    is_raw_ = count == 1 && launch.convs[0].deferred && conv2d::is_pooled(network_, first);
+    if (is_raw_) {  // the pooling that follows normalises it
+      std::copy_n(launch.convs, launch.count, raw_.convs);
+      return count;
+    }
     for (int k = 0; k < launch.count; ++k)
       if (launch.convs[k].deferred)
         C10_CUDA_CHECK(conv2d::launch_normalise(dtype_, launch.convs[k], epoch(), 2 * launches_.device.multiprocessors,
@@ -253,7 +258,14 @@ class Walk {
       p.x = map_of(s.from, all.count), p.out = map_of(step + 1, all.count);
       all.pools[all.count] = p;
     }
-    C10_CUDA_CHECK(conv2d::launch_pools(dtype_, kind, all, /*finished=*/nullptr, /*dependent=*/true, stream_));
+    if (is_raw_) {
+      raw_.epoch = epoch();
+      C10_CUDA_CHECK(conv2d::launch_normalised_pools(dtype_, all, raw_, 2 * launches_.device.multiprocessors,
+                                                     /*dependent=*/true, stream_));
+    } else {
+      C10_CUDA_CHECK(conv2d::launch_pools(dtype_, kind, all, /*finished=*/nullptr, /*dependent=*/true, stream_));
+    }
+    is_raw_ = false;
     return 1;
   }
 
@@ -270,6 +282,8 @@ class Walk {
   std::vector<Tensor> packed_;
   std::vector<size_t> last_use_;
   std::vector<Tensor> maps_;
+  bool is_raw_ = false;  // whether the pooling that follows normalises what it reads
+  conv2d::RawMaps raw_ = {};
   Tensor messages_;
   int64_t next_ = kEpochWords;
 };

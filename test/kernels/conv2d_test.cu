@@ -289,8 +289,8 @@ bool try_stem(int index) {
   const int tiling = pick(0, 1) ? 7 : 4;
   if (!make_plan(cells, tiling, 1, plan)) return false;
   Memory input(bytes_of(dtype, batch, h, w, 12)), packed(weight_bytes(cells)), made(bytes_of(dtype, batch, h, w, out)),
-      pooled(bytes_of(dtype, batch, ph, pw, out)), mean(batch * out * 4), points(batch * out * 8),
-      moments((plan.moment_words(cells) * 4 + 15) / 16 * 16);
+      pooled(bytes_of(dtype, batch, ph, pw, out)), again(bytes_of(dtype, batch, ph, pw, out)), mean(batch * out * 4),
+      points(batch * out * 8), moments((plan.moment_words(cells) * 4 + 15) / 16 * 16);
   p.out = input.at;
   Conv conv = conv_of(cells, plan);
   conv.x = input.at, conv.weights = packed.at, conv.out = made.at, conv.relu = 1;
@@ -326,7 +326,24 @@ bool try_stem(int index) {
       run(plan.blocks(), shared_bytes(kTilings[tiling]),
           [&] { device::convolve<decltype(config), T>(&conv, 1, plan.blocks(), [] { return 1u; }); });
     });
-    run(2, 0, [&] { device::max_pool<T>(max); });
+    run(2, 0, [&] { device::max_pool_3x3<T, false>(max, {}, 0); });
+    Pool other = max;
+    other.out = again.at;
+    run(3, 0, [&] { device::max_pool<T>(other); });
+    if (std::memcmp(again.at, pooled.at, bytes_of(dtype, batch, ph, pw, out))) stems = 1e9;
+    if (plan.exchange) {  // the pooling normalises what is stored raw: as the pass that does, to the bit
+      conv.deferred = 1;
+      std::memset(made.at, 0xff, bytes_of(dtype, batch, h, w, out));
+      by_tiling(tiling, [&](auto config) {
+        run(2, shared_bytes(kTilings[tiling]),
+            [&] { device::convolve<decltype(config), T>(&conv, 1, plan.blocks(), [] { return 0u; }); });
+      });
+      std::memset(again.at, 0xff, bytes_of(dtype, batch, ph, pw, out));
+      run(3, groups * 8, [&] { device::max_pool_3x3<T, true>(other, conv, 0u); });
+      run(2, groups * 8, [&] { device::normalise<T>(conv, 0u); });
+      run(2, 0, [&] { device::max_pool_3x3<T, false>(max, {}, 0); });
+      if (std::memcmp(again.at, pooled.at, bytes_of(dtype, batch, ph, pw, out))) stems = 1e9;
+    }
     for (const bool wgmma : {false, true}) {
       if (!serves_stem(cells, {})) break;
       std::memset(together.at, 0xff, bytes_of(dtype, batch, ph, pw, out));

@@ -54,6 +54,11 @@ struct Pools {
   Pool pools[kMaxNetworks];
   int count;
 };
+/// What `deferred` convolutions stored, raw, that a max pooling of 3 x 3 normalises on its way; of each pool's network.
+struct RawMaps {
+  Conv convs[kMaxNetworks];
+  const uint32_t* epoch;  // as `Launch`
+};
 
 /// A first layer on cells and the max pooling of 3 x 3 and stride 2 behind it (`serves_stem`):
 ///   out = max_pool(relu((conv(x, weights) + bias) scale + shift))

@@ -41,6 +41,18 @@ __global__ void __launch_bounds__(kThreads)
 #endif
 }
 
+template <class T, bool kNormalised>
+__global__ void __launch_bounds__(kThreads, 2)
+    max_pool_3x3_kernel(const __grid_constant__ Pools a, const __grid_constant__ RawMaps raw, uint32_t* finished) {
+#if __CUDA_ARCH__ >= 800
+  device::dependency_trigger();
+  device::dependency_sync();
+  const uint32_t flag = kNormalised ? call_flag(raw.epoch) : 0;
+  device::max_pool_3x3<T, kNormalised>(a.pools[blockIdx.y], raw.convs[blockIdx.y], flag);
+  if (finished && blockIdx.x + blockIdx.y == 0 && threadIdx.x == 0) *finished += 1;
+#endif
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     normalise_kernel(const __grid_constant__ Conv conv, const uint32_t* epoch) {
@@ -81,9 +93,22 @@ cudaError_t launch_pools(DType dtype, PoolKind kind, const Pools& pools, uint32_
   const int64_t blocks = kind == PoolKind::kMax
                              ? (int64_t{pieces} * pool.out_height * pool.out_width + kThreads - 1) / kThreads
                              : (pieces + kWarps - 1) / kWarps;
+  const dim3 grid(grid_for(blocks, 1), pools.count);
   return by_type(dtype, [&](auto type) {
-    return launch_with(pool_kernel<decltype(type)>, dim3(grid_for(blocks, 1), pools.count), 0, false, dependent, stream,
-                       pools, kind, finished);
+    using T = decltype(type);
+    return kind == PoolKind::kMax && pool.kernel == 3
+               ? launch_with(max_pool_3x3_kernel<T, false>, grid, 0, false, dependent, stream, pools, RawMaps{},
+                             finished)
+               : launch_with(pool_kernel<T>, grid, 0, false, dependent, stream, pools, kind, finished);
+  });
+}
+
+cudaError_t launch_normalised_pools(DType dtype, const Pools& pools, const RawMaps& raw, int blocks, bool dependent,
+                                    cudaStream_t stream) {
+  uint32_t* const finished = nullptr;
+  return by_type(dtype, [&](auto type) {
+    return launch_with(max_pool_3x3_kernel<decltype(type), true>, dim3(blocks, pools.count), raw.convs[0].groups * 8,
+                       false, dependent, stream, pools, raw, finished);
   });
 }
 

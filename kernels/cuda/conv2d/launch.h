@@ -26,6 +26,9 @@ inline cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uin
                                cudaStream_t stream) {
   return launch_pools(dtype, kind, {{pool}, 1}, finished, dependent, stream);
 }
+/// Of windows of 3 x 3 over raw maps, which are normalised on their way.
+cudaError_t launch_normalised_pools(DType dtype, const Pools& pools, const RawMaps& raw, int blocks, bool dependent,
+                                    cudaStream_t stream);
 cudaError_t launch_normalise(DType dtype, const Conv& conv, const uint32_t* epoch, int blocks, bool dependent,
                              cudaStream_t stream);
 /// Weights (out_channels, channels, kernel_height, kernel_width) in float32 to what the kernels read (pack.cuh),

@@ -5,7 +5,104 @@
 
 namespace dpa::kernels::conv2d::device {
 
-// A thread: a piece of a pixel of the output.
+// Rows of pieces, dealt out to the threads of a block: one piece of every few rows each. Where a row has more pieces than a
+// block has threads, a thread has several, one after the other.
+struct RowShare {
+  int width, height, row;  // threads along a row, rows at once, this thread's; `height` and more have none
+  DPA_DEVICE explicit RowShare(int pieces)
+      : width(min(pieces, kThreads)), height(kThreads / width), row(thread() / width) {}
+  DPA_DEVICE int first_piece() const { return thread() - row * width; }
+};
+constexpr int kLeastRows = 32;  // of a block that makes the factors of a sample
+
+// The factors of a sample's groups, by all warps of the block, in shared memory.
+DPA_DEVICE void make_group_factors(const Conv& v, int sample, uint32_t flag) {
+  float2* factors = reinterpret_cast<float2*>(shared());
+  sync_block();  // those of the sample before have been read
+#pragma unroll 1
+  for (int g = thread() >> 5; g < v.groups; g += kWarps) {
+    const Moments m = moments_of_parts(v, sample, g, g * v.group_channels / v.tile_columns, v.tile_columns, flag);
+    if ((thread() & 31) == 0) factors[g] = {m.mean, inverse_root_exact(m.squares / m.count + v.eps)};
+  }
+  sync_block();
+}
+// Of the channels of a piece: x becomes (x - mean) factor + shift; padding stays zero.
+template <class T>
+struct Normalisation {
+  float mean[T::kElements], factor[T::kElements], shift[T::kElements];
+  DPA_DEVICE Normalisation(const Conv& v, int piece) {
+    const float2* factors = reinterpret_cast<const float2*>(shared());
+#pragma unroll
+    for (int e = 0; e < T::kElements; e++) {
+      const int channel = piece * T::kElements + e;
+      mean[e] = factor[e] = shift[e] = 0.0f;
+      if (channel >= v.out_channels) continue;
+      const float2 f = factors[channel / v.group_channels];
+      mean[e] = f.x, factor[e] = f.y * (v.scale ? v.scale[channel] : 1.0f);
+      shift[e] = v.shift ? v.shift[channel] : 0.0f;
+    }
+  }
+  DPA_DEVICE void apply(float (&x)[T::kElements]) const {
+#pragma unroll
+    for (int e = 0; e < T::kElements; e++) x[e] = (x[e] - mean[e]) * factor[e] + shift[e];
+  }
+};
+template <class T>
+DPA_DEVICE void rectify(float (&x)[T::kElements]) {
+#pragma unroll
+  for (int e = 0; e < T::kElements; e++) x[e] = x[e] < 0.0f ? 0.0f : x[e];
+}
+
+// Windows of 3 x 3. A block: a run of output pixels; all pixels of a window are loaded at once, and in the place of those
+// beyond an edge their neighbours inside, which the window has, too. `kNormalised`: of raw values, with the moments of
+// their tiles (`RawMaps`).
+template <class T, bool kNormalised>
+DPA_DEVICE void max_pool_3x3(const Pool& p, const Conv& norm, uint32_t flag) {
+  constexpr int kSize = 3;
+  const RowShare share(p.pieces);
+  const int sample = p.out_height * p.out_width, all = p.batch * sample, least = kNormalised ? kLeastRows : 1;
+  const int rows = max(least, (all + blocks() - 1) / blocks());
+  const int end = min((block() + 1) * rows, all);
+#pragma unroll 1
+  for (int first = block() * rows, last; first < end; first = last) {
+    const int n = first / sample;
+    last = min(end, (n + 1) * sample);
+    if (kNormalised) make_group_factors(norm, n, flag);
+    if (share.row >= share.height) continue;
+    const uint4* image = static_cast<const uint4*>(p.x) + int64_t{n} * p.height * p.width * p.pieces;
+#pragma unroll 1
+    for (int piece = share.first_piece(); piece < p.pieces; piece += share.width) {
+      const Normalisation<T> normalisation(norm, kNormalised ? piece : p.pieces);
+#pragma unroll 1
+      for (int r = first + share.row; r < last; r += share.height) {
+        const int y = (r - n * sample) / p.out_width, x = r - n * sample - y * p.out_width;
+        uint4 loaded[kSize][kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; i++)
+#pragma unroll
+          for (int j = 0; j < kSize; j++) {
+            const int from_y = min(max(y * p.stride - p.padding + i, 0), p.height - 1);
+            const int from_x = min(max(x * p.stride - p.padding + j, 0), p.width - 1);
+            loaded[i][j] = image[int64_t{from_y * p.width + from_x} * p.pieces + piece];  // read again: by L1
+          }
+        float best[T::kElements], value[T::kElements];
+#pragma unroll
+        for (int i = 0; i < kSize; i++)
+#pragma unroll
+          for (int j = 0; j < kSize; j++) {
+            widen<T>(loaded[i][j], value);
+            if (kNormalised) normalisation.apply(value);
+#pragma unroll
+            for (int e = 0; e < T::kElements; e++) best[e] = i + j == 0 ? value[e] : larger_or_nan(value[e], best[e]);
+          }
+        if (kNormalised && norm.relu) rectify<T>(best);
+        store_16(static_cast<uint4*>(p.out) + int64_t{r} * p.pieces + piece, narrow<T>(best));
+      }
+    }
+  }
+}
+
+// Other windows. A thread: a piece of a pixel of the output.
 template <class T>
 DPA_DEVICE void max_pool(const Pool& p) {
   const int all = p.batch * p.out_height * p.out_width * p.pieces;
@@ -117,47 +214,47 @@ DPA_DEVICE void spatial_softmax(const Pool& p) {
   }
 }
 
-constexpr int kNormaliseRows = 64;     // of an item of work, at least
-constexpr int kNormaliseGroups = 512;  // most
-
-// In place: raw values and the moments of all tiles, to what `Conv` says. A block takes rows of a sample.
+// In place: raw values and the moments of all tiles, to what `Conv` says. A block takes a run of rows; loads of a few are
+// under way at once.
 template <class T>
 DPA_DEVICE void normalise(const Conv& v, uint32_t flag) {
-  float2* factors = reinterpret_cast<float2*>(shared());
-  const int samples = v.batch_rows / v.sample_rows, wanted = max(1, blocks() / samples);
-  const int rows = max(kNormaliseRows, (v.sample_rows + wanted - 1) / wanted),
-            parts = (v.sample_rows + rows - 1) / rows;
+  constexpr int kTogether = 4;
+  const RowShare share(v.out_pieces);
+  const int rows = max(kLeastRows, (v.batch_rows + blocks() - 1) / blocks());
+  const int end = min((block() + 1) * rows, v.batch_rows);
 #pragma unroll 1
-  for (int item = block(); item < samples * parts; item += blocks()) {
-    const int n = item / parts, first = (item - n * parts) * rows;
-    sync_block();
+  for (int first = block() * rows, last; first < end; first = last) {
+    const int n = first / v.sample_rows;
+    last = min(end, (n + 1) * v.sample_rows);
+    make_group_factors(v, n, flag);
+    if (share.row >= share.height) continue;
 #pragma unroll 1
-    for (int g = thread() >> 5; g < v.groups; g += kWarps) {
-      const Moments m = moments_of_parts(v, n, g, g * v.group_channels / v.tile_columns, v.tile_columns, flag);
-      if ((thread() & 31) == 0) factors[g] = {m.mean, inverse_root_exact(m.squares / m.count + v.eps)};
-    }
-    sync_block();
-    const int count = min(rows, v.sample_rows - first) * v.out_pieces;
-    const int64_t begin = (int64_t{n} * v.sample_rows + first) * v.out_pieces;
+    for (int piece = share.first_piece(); piece < v.out_pieces; piece += share.width) {
+      const Normalisation<T> normalisation(v, piece);
+      const auto at = [&](const void* base, int row) {
+        return reinterpret_cast<uint4*>(const_cast<void*>(base)) + int64_t{row} * v.out_pieces + piece;
+      };
 #pragma unroll 1
-    for (int i = thread(); i < count; i += kThreads) {
-      const int piece = i % v.out_pieces;
-      uint4* at = static_cast<uint4*>(v.out) + begin + i;
-      float x[T::kElements], more[T::kElements] = {};
-      widen<T>(load_16(at), x);
-      if (v.residual) widen<T>(load_16(static_cast<const uint4*>(v.residual) + begin + i), more);
+      for (int begin = first + share.row; begin < last; begin += kTogether * share.height) {
+        uint4 raw[kTogether], more[kTogether];
 #pragma unroll
-      for (int e = 0; e < T::kElements; e++) {
-        const int channel = piece * T::kElements + e;
-        if (channel >= v.out_channels) {
-          x[e] = 0.0f;
-          continue;
+        for (int k = 0; k < kTogether; k++) {
+          const int row = begin + k * share.height;
+          raw[k] = row < last ? load_16(at(v.out, row)) : make_uint4(0, 0, 0, 0);
+          more[k] = v.residual && row < last ? load_16(at(v.residual, row)) : make_uint4(0, 0, 0, 0);
         }
-        const float2 f = factors[channel / v.group_channels];
-        x[e] = (x[e] - f.x) * f.y * (v.scale ? v.scale[channel] : 1.0f) + (v.shift ? v.shift[channel] : 0.0f) + more[e];
-        if (v.relu) x[e] = x[e] < 0.0f ? 0.0f : x[e];
+#pragma unroll
+        for (int k = 0; k < kTogether; k++) {
+          const int row = begin + k * share.height;
+          float x[T::kElements], y[T::kElements];
+          widen<T>(raw[k], x), widen<T>(more[k], y);
+          normalisation.apply(x);
+#pragma unroll
+          for (int e = 0; e < T::kElements; e++) x[e] += y[e];
+          if (v.relu) rectify<T>(x);
+          if (row < last) store_16(at(v.out, row), narrow<T>(x));
+        }
       }
-      store_16(at, narrow<T>(x));
     }
   }
 }

@@ -137,14 +137,20 @@ StepPlan plan_step(const std::vector<Shape>& shapes, const Device& device, int n
   return {};
 }
 
-bool is_stem(const Network& network, size_t i) {
-  if (!network.cells || i != 0 || network.steps.size() < 2) return false;
-  const Step &conv = network.steps[0], &pool = network.steps[1];
+bool is_pooled(const Network& network, size_t i) {
+  if (i + 1 >= network.steps.size()) return false;
+  const Step &conv = network.steps[i], &pool = network.steps[i + 1];
+  const int map = static_cast<int>(i) + 1;
   int readers = 0;
-  for (const Step& s : network.steps) readers += (s.from == 1) + (s.residual == 1);
-  return pool.kind == StepKind::kMaxPool && pool.from == 1 && pool.kernel == 3 && pool.stride == 2 &&
-         pool.padding == 1 && readers == 1 && conv.residual < 0 && conv.groups == 0 &&
-         conv.out_channels == kStemColumns;
+  for (const Step& s : network.steps) readers += (s.from == map) + (s.residual == map);
+  return conv.kind == StepKind::kConv && conv.residual < 0 && pool.kind == StepKind::kMaxPool && pool.from == map &&
+         pool.kernel == 3 && readers == 1;
+}
+
+bool is_stem(const Network& network, size_t i) {
+  if (!network.cells || i != 0 || !is_pooled(network, 0)) return false;
+  const Step &conv = network.steps[0], &pool = network.steps[1];
+  return pool.stride == 2 && pool.padding == 1 && conv.groups == 0 && conv.out_channels == kStemColumns;
 }
 
 }  // namespace dpa::kernels::conv2d

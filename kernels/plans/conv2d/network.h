@@ -61,6 +61,9 @@ inline int most_networks(size_t convs) {
   const int most = kMaxConvs / static_cast<int>(convs);
   return most < kMaxNetworks ? most : kMaxNetworks;
 }
+/// Whether step `i` is a convolution and step `i` + 1 a max pooling of 3 x 3, which alone reads it: where a second pass would
+/// normalise the convolution, the pooling does (`RawMaps`).
+bool is_pooled(const Network& network, size_t i);
 /// Whether step `i` is a first layer and step `i` + 1 the max pooling that alone reads it: one launch (`Stem`), where
 /// `serves_stem` agrees.
 bool is_stem(const Network& network, size_t i);
