@@ -328,3 +328,108 @@ def test_compiled():
     _accelerated(encoder, images)
     compiled = torch.compile(encoder, backend="eager")
     assert_close(compiled(images), type(encoder).forward(encoder, images))
+
+
+class _Bytes(torchvision.models.ResNet):
+    def forward(self, x):
+        if x.max() > 2:
+            x = x / 255
+        return self._forward_impl(x)
+
+
+class _Batch(torchvision.models.ResNet):
+    def forward(self, x):
+        y = self._forward_impl(x)
+        return y if len(x) < 3 else y - y.mean(0)
+
+
+class _Random(torchvision.models.ResNet):
+    def forward(self, x):
+        return self._forward_impl(x) + 0 * torch.rand(1).to(x)
+
+
+class _WithoutRelu(torchvision.models.resnet.BasicBlock):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        del self.relu
+
+    def forward(self, x):
+        return nn.functional.relu(x)
+
+
+class _Frozen(nn.Module):
+    """As DETR has it: what it adds to a variance stands in its forward."""
+
+    def __init__(self, features):
+        super().__init__()
+        for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
+            self.register_buffer(name, torch.full((features,), float(value)))
+
+    def forward(self, x):
+        scale = (self.running_var + 1e-5).rsqrt() * self.weight
+        shift = self.bias - self.running_mean * scale
+        return x * scale[:, None, None] + shift[:, None, None]
+
+
+_Frozen.__name__, _WithoutRelu.__name__ = "FrozenBatchNorm2d", "BasicBlock"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "why"),
+    [
+        (_Bytes, {}, "forward names max, which the published one does not"),
+        (_Batch, {}, "forward names len, which the published one does not"),
+        (_Random, {}, "forward names rand, which the published one does not"),
+        (torchvision.models.ResNet, {"block": _WithoutRelu}, "no attribute 'relu'"),
+        (torchvision.models.ResNet, {"norm_layer": _Frozen}, "a FrozenBatchNorm2d has no eps"),
+    ],
+)
+def test_a_class_of_a_known_name_that_is_another(kind, given, why):
+    """It stays, and a network beside it is accelerated."""
+    block = given.pop("block", torchvision.models.resnet.BasicBlock)
+    resnet = kind(block, [1, 1, 1, 1], num_classes=3, **given)
+    type(resnet).__name__ = "ResNet"
+    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(2, None, 4, 16, (16,)))
+    both = nn.ModuleList([resnet, unet]).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dpa.accelerate(both)
+    assert why in str(dpa.explain(both)) and "one op on packed weights" in str(dpa.explain(both))
+
+
+def test_an_activation_that_is_there_twice_runs_twice():
+    resnet, act = _resnet(), nn.ReLU()
+    resnet.fc = nn.Sequential(nn.Linear(512, 8), act, nn.Linear(8, 6), act)
+    plain = copy.deepcopy(resnet)
+    dpa.accelerate(resnet)
+    images = torch.rand(3, 3, 40, 40)
+    with torch.no_grad():
+        for sign in (1, -1, 1):
+            for one in (resnet, plain):
+                one.fc[2].weight.mul_(sign)
+            for _ in range(2):
+                want = plain(images)
+                assert_close(resnet(images), want, rtol=1e-4, atol=1e-5)
+    assert (want >= 0).all()
+
+
+def test_features_in_a_dictionary_are_the_encoders_own():
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    resnet = _statistics(create_feature_extractor(torchvision.models.resnet18(), {"maxpool": "f"}))
+    fast, images = copy.deepcopy(resnet), torch.rand(2, 3, 40, 40)
+    unet = dpa.reference.plain(dpa.nn.ConditionalUnet1D(2, None, 4, 16, (16,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dpa.accelerate(nn.ModuleList([fast, unet]).eval())
+        with torch.no_grad():
+            for _ in range(3):
+                assert_close(fast(images)["f"], resnet(images)["f"])
+
+
+def test_one_infinite_pixel_is_no_range_of_bytes():
+    resnet = _resnet()
+    fast, images = dpa.accelerate(copy.deepcopy(resnet)), torch.rand(1, 3, 40, 40)
+    images[0, 0, 0, 0] = float("inf")
+    with torch.no_grad():
+        assert_close(fast(images), resnet(images), equal_nan=True)

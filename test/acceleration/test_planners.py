@@ -245,3 +245,28 @@ def test_any_network_with_a_mask(device, masked):
     fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
     same_results(plain, fast, lambda agent: agent.act(STATE.to(device)), calls=4)
     assert replaced(fast, "sample").shadow.agreed
+
+
+def test_a_schedule_of_edm_that_was_edited(device):
+    """Steps make a schedule, which the agent keeps until their number changes."""
+    plain, fast = both(lambda: planners.EDM("euler").to(device))
+
+    def act(count):
+        def call(agent):
+            agent.options["sample_steps"] = count
+            return agent.act(STATE.to(device))
+
+        return call
+
+    for count in (5, 8, 5):
+        same_results(plain, fast, act(count))
+        assert plain.sample_steps == fast.sample_steps == count
+        assert torch.equal(plain.sigma_s, fast.sigma_s)
+    for agent in (plain, fast):
+        agent.sigma_s = agent.sigma_s * 0.5
+    with pytest.warns(RuntimeWarning, match="its sigma_s is not what its set_sample_steps makes"):
+        same_results(plain, fast, act(5))
+    same_results(plain, fast, act(8))
+    for agent in (plain, fast):
+        agent.sigma_max = 20.0
+    same_results(plain, fast, act(5), calls=4)

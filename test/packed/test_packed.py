@@ -507,3 +507,18 @@ def test_published_sizes(cuda, dims, dtype):
         with torch.no_grad():
             expected = exact(sample.double(), timestep, None, cond.double())
             assert error(packed(sample, timestep, cond), expected) < ERROR[kind]
+
+
+def test_export_keeps_nothing_that_it_packed(device):
+    """Its weights have no values; a call behind it packs those that have."""
+    packed = PackedUnet(dpa.nn.ConditionalUnet1D(3, None, 7, 16, (32, 64), 3).to(device))
+
+    class Called(torch.nn.Module):
+        def forward(self, sample, cond):
+            return packed(sample, 1.0, cond)
+
+    sample, cond = torch.randn(2, 8, 3, device=device), torch.randn(2, 7, device=device)
+    torch.export.export(Called(), (sample, cond))
+    got = packed(sample, 1.0, cond)
+    assert type(got) is torch.Tensor
+    torch.testing.assert_close(got, PackedUnet(packed.unet)(sample, 1.0, cond))

@@ -6,9 +6,11 @@ solvers, and EDM with the steps of Euler and Heun.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from math import expm1
 from typing import Any
@@ -19,10 +21,13 @@ from torch import Tensor, nn
 from dpa.acceleration.loops import Loop, LoopCall
 from dpa.schedulers.tables import StepTable, known_of, table_of
 from dpa.tracking.replacing import class_of
+from dpa.tracking.weights import version_of
 
 # What an agent calls beside these is left to it.
 _NEUTRAL = {"requires_grad": False, "preserve_history": False, "warm_start_reference": None}
 _OF_ALL = frozenset({"prior", "n_samples", "sample_steps", "condition_cfg", "w_cfg"})
+# Of EDM's agents the tensors of their schedules that were looked at, with their versions.
+_schedules: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
 _KEPT_TIMES = 0.005  # below it Heun's second evaluation is left out
 
 
@@ -211,7 +216,30 @@ _WEIGHTS["sde_dpmsolver++_2M"] = _WEIGHTS["sde_dpmsolver++_1"]
 def _begin_edm(
     agent: Any, sample_steps: int = 5, solver: str = "euler", **given: Any
 ) -> LoopCall | None:
+    _check_schedule(agent, sample_steps)
     return _begin(agent, given, 1.0, count=sample_steps, solver=solver)
+
+
+def _check_schedule(agent: Any, count: int) -> None:
+    """Let an agent make its schedule where the original does, and raise where it is another one."""
+    if count != agent.sample_steps:
+        agent.set_sample_steps(count)
+    held = [getattr(agent, name, None) for name in _OF_SIGMAS]
+    held = [(value, version_of(value)) for value in held if isinstance(value, Tensor)]
+    before = _schedules.get(agent, [])
+    if len(held) == len(before) and all(
+        now is then and version == seen
+        for (now, version), (then, seen) in zip(held, before, strict=True)
+    ):
+        return
+    (fresh := copy.copy(agent)).set_sample_steps(count)
+    for name in _OF_SIGMAS:
+        now, made = getattr(agent, name, None), getattr(fresh, name, None)
+        if isinstance(now, Tensor) != isinstance(made, Tensor) or (
+            isinstance(now, Tensor) and not torch.equal(now, made)
+        ):
+            raise ValueError(f"its {name} is not what its set_sample_steps makes")
+    _schedules[agent] = held
 
 
 def _end_edm(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class FastEncoder(Replacement):
             return self.original(*args, **kwargs)
         (images,) = args
         weight = self.network.first.weight
-        self._check(images, weight)
+        if images.dtype != weight.dtype or images.dim() != 4 or images.shape[1] != weight.shape[1]:
+            return self._others(images, weight)
         made_for = getattr(self.encoder, "input_shape", images.shape[1:])
         if images.device != weight.device or tuple(images.shape[1:]) != tuple(made_for):
             return self.original(images)  # which says what is wrong
@@ -146,11 +148,17 @@ class FastEncoder(Replacement):
         """What a captured call reads: the packed weights on a GPU, where there are any."""
         return self._packed if isinstance(self._packed, EncoderKernels) else None
 
-    def _check(self, images: Tensor, weight: Tensor) -> None:
-        """Raise for what the encoder's own layers refuse as well, in words about images."""
+    def _others(self, images: Tensor, weight: Tensor) -> Any:
+        """Return what the encoder makes of other images; where it raises, say what is wrong."""
+        try:
+            return self.original(images)
+        except (RuntimeError, ValueError, AssertionError):
+            self._refuse(images, weight)
+            raise
+
+    def _refuse(self, images: Tensor, weight: Tensor) -> None:
+        """Raise for what the encoder's own layers refuse, in words about images."""
         shape, channels = tuple(images.shape), weight.shape[1]
-        if images.dtype == weight.dtype and len(shape) == 4 and shape[1] == channels:
-            return
         refuse = functools.partial(require, False, f"dpa: images for {name_of(self.encoder)}")
         if images.dtype != weight.dtype:
             bytes_, rule = images.dtype == torch.uint8, f"be {weight.dtype}, as its weights"
@@ -174,5 +182,5 @@ class FastEncoder(Replacement):
         low, high = (float(end) for end in torch.aminmax(images))
         rule = "be in the range that it was trained on, such as 0 to 1"
         got = f"{low:g} to {high:g}: divide them by 255 (or accelerate with encoders=False)"
-        holds = not (high > 32 and low > -high / 64)
+        holds = not (32 < high < math.inf and low > -high / 64)
         require(holds, f"dpa: images for {name_of(self.encoder)}", rule, got)

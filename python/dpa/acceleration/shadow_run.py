@@ -176,6 +176,9 @@ class ShadowRun:
         before = None if stream is None else stream.get_state()
         expected = original(None)
         after = None if stream is None else stream.get_state()
+        if not all(isinstance(part, Tensor) for part in parts(expected)):
+            self._refuse(kind, float("inf"), "does not return a tensor")
+            return expected
         if not (tells(expected) if tells else all(map(proves, parts(expected)))):
             return expected  # and the next call is the first
         try:

@@ -26,6 +26,7 @@ from dpa.nn.image_variants import (
 from dpa.tracking import Tracker
 from dpa.tracking.replacing import class_of, has_own_forward
 from dpa.tracking.weights import version_of
+from dpa.tracking.wrappers import does_more
 
 Slot = tuple[nn.Module, str]
 _GRIDS = ("pos_grid", "pos_x", "pos_y")  # of keypoints
@@ -199,7 +200,14 @@ def recognise(module: nn.Module) -> Encoder:
             raise NotAnEncoder(f"its {path} has a forward of its own")
     for variant in ENCODERS:
         if name_of(module) in variant.classes:
-            layers = _joined(list(_parts(module, variant)))
+            kind = class_of(module)
+            why = does_more(kind, "forward", variant.names, variant.branches)
+            if why is not None:
+                raise NotAnEncoder(why)
+            try:
+                layers = _joined(list(_parts(module, variant)))
+            except AttributeError as error:  # a class of a known name, built otherwise
+                raise NotAnEncoder(f"it is built otherwise: {error}") from None
             if not any(isinstance(layer, Convolution) for layer in layers):
                 raise NotAnEncoder(f"{name_of(module)} holds no convolution")
             return Encoder(module, variant, layers)
@@ -231,7 +239,8 @@ def _read(module: nn.Module) -> Iterator[Layer | nn.Module]:
         yield _block(module, blocks[0])
     elif name in CHAINS:
         nets = getattr(module, "nets", None)
-        for child in [nets] if isinstance(nets, nn.Module) else module.children():
+        # One that is there twice runs twice.
+        for child in [nets] if isinstance(nets, nn.Module) else module._modules.values():
             yield from _read(child)
     elif name in KEYPOINTS:
         yield _keypoints(module)
@@ -274,6 +283,8 @@ def _convolution(conv: nn.Module, norm: nn.Module | None = None, relu: bool = Fa
         raise NotAnEncoder(f"a {name_of(norm)} stands behind a convolution")
     if name_of(norm) != "GroupNorm" and norm.running_var is None:
         raise NotAnEncoder("a BatchNorm2d keeps no statistics")
+    if getattr(norm, "eps", None) is None:
+        raise NotAnEncoder(f"a {name_of(norm)} has no eps")
     return Convolution(conv, norm, relu)
 
 

@@ -1,7 +1,7 @@
 """The published image encoders, each by the names of its parts.
 
-A class is known by its name, what it holds by being there; whether it computes what this says, the
-first call tells, which runs the original too.
+A class is known by its name and by what its forward names, what it holds by being there; whether it
+computes what this says, the first call tells, which runs the original too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ class EncoderVariant:
         classes: the names of its class.
         parts: what its forward runs, one after the other: names of modules, each of which may be
             absent or None; a name in parentheses is a function of PyTorch.
+        names: what its forward, and the methods that it calls, name.
         backbone: the module that holds the residual network alone, without random crops and
             without what a forward keeps; "" for the encoder itself.
+        branches: whether its forward has branches, on what it was made with.
 
     """
 
     policies: str
     classes: tuple[str, ...]
     parts: tuple[str, ...]
+    names: tuple[str, ...]
     backbone: str = ""
+    branches: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,29 @@ ENCODERS = (
         "LeRobot",
         ("DiffusionRgbEncoder",),
         ("resize", "center_crop", "backbone", "pool", "(flatten)", "out", "relu"),
+        (
+            *("resize", "do_crop", "training", "maybe_random_crop", "center_crop", "backbone"),
+            *("pool", "torch", "flatten", "out", "relu"),
+        ),
         "backbone",
     ),
     EncoderVariant(
-        "robomimic, diffusion_policy's hybrid policies", ("VisualCore",), ("nets",), "nets.0"
+        "robomimic, diffusion_policy's hybrid policies",
+        ("VisualCore",),
+        ("nets",),
+        (
+            *("len", "input_shape", "tuple", "shape", "super", "VisualCore", "forward", "list"),
+            *("output_shape", "ValueError", "str", "nets", "backbone", "pool", "flatten"),
+            *("feature_dimension", "np", "prod", "NotImplementedError"),
+        ),
+        "nets.0",
     ),
     EncoderVariant(
         "diffusion_policy's MultiImageObsEncoder, and whoever takes torchvision's",
         ("ResNet",),
         (*_STEM, *_STAGES, "avgpool", "(flatten)", "fc"),
+        ("_forward_impl", *_STEM, *_STAGES, "avgpool", "torch", "flatten", "fc"),
+        branches=False,
     ),
 )
 

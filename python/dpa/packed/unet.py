@@ -151,6 +151,8 @@ class PackedUnet:
             self._places = places
             with self.weights.remembered():
                 packed = self._pack()
+                if type(packed) is not Tensor:  # export traces this: there are no values to keep
+                    return packed
                 self._wait_for_readers()
                 with torch.inference_mode(False), torch.no_grad():
                     if self._packed is not None and self._packed.device == packed.device:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dis
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import CodeType, FunctionType
+
+from torch import nn
 
 # What changes some values and leaves others: a comparison shows those of its own call.
 _PARTIAL = re.compile(
@@ -40,6 +42,32 @@ def acts_on_some_values(kind: type, method: str) -> str | None:
         steps = (one for code in codes for one in dis.get_instructions(code))
         if any(_BRANCH.fullmatch(one.opname) for one in steps):
             return f"{where} and does not do the same in every call"
+    return None
+
+
+def does_more(kind: type, method: str, names: Collection[str], branches: bool) -> str | None:
+    """Say what a class's method, or one that it calls, does that a published one does not.
+
+    Args:
+        kind: the class; what ``nn.Module`` itself has is left out.
+        method: its name.
+        names: what the published one, and what it calls, name.
+        branches: whether the published one has branches.
+
+    """
+    functions = _functions(kind, method)
+    called = {name for function in functions for name in _read_of_self(function.__code__)}
+    for name in sorted(called - {method}):
+        functions += _functions(kind, name)
+    for function in functions:
+        if function.__module__ == nn.Module.__module__:
+            continue
+        for code in _codes(function.__code__):
+            if other := min({*code.co_names} - {*names}, default=None):
+                return f"its {function.__name__} names {other}, which the published one does not"
+            opnames = (one.opname for one in dis.get_instructions(code))
+            if not branches and any(map(_BRANCH.fullmatch, opnames)):
+                return f"its {function.__name__} does not do the same in every call"
     return None
 
 
