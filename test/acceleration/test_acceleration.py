@@ -140,6 +140,26 @@ def test_local_conditioning(device):
 
 
 @torch.no_grad()
+def test_wrong_local_conditions_are_the_networks_to_refuse(device):
+    unet = dpa.nn.ConditionalUnet1D(2, 3, 4, 16, (16, 32))
+    plain = dpa.reference.plain(unet).to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    new = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
+    sample, cond, local = new(2, 8, 2), new(2, 4), new(2, 8, 3)
+    for _ in range(4):
+        want = plain(sample, 1, local_cond=local, global_cond=cond)
+        got = fast(sample, 1, local_cond=local, global_cond=cond)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    for wrong in (local.half(), local.long(), local > 0, local[:1], local[..., :2], local[0]):
+        messages = []
+        for network in (plain, fast):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                network(sample, 1, local_cond=wrong, global_cond=cond)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+
+@torch.no_grad()
 def test_changed_weights_are_noticed(device):
     unet, inputs = unet_and_inputs(device)
     plain = copy.deepcopy(unet)

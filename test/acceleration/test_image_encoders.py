@@ -348,6 +348,12 @@ class _Random(torchvision.models.ResNet):
         return self._forward_impl(x) + 0 * torch.rand(1).to(x)
 
 
+class _BlockOfBatch(torchvision.models.resnet.BasicBlock):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if len(x) < 3 else 0.5 * y
+
+
 class _WithoutRelu(torchvision.models.resnet.BasicBlock):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -371,7 +377,8 @@ class _Frozen(nn.Module):
         return x * scale[:, None, None] + shift[:, None, None]
 
 
-_Frozen.__name__, _WithoutRelu.__name__ = "FrozenBatchNorm2d", "BasicBlock"
+_Frozen.__name__ = "FrozenBatchNorm2d"
+_WithoutRelu.__name__ = _BlockOfBatch.__name__ = "BasicBlock"
 
 
 @pytest.mark.parametrize(
@@ -380,7 +387,12 @@ _Frozen.__name__, _WithoutRelu.__name__ = "FrozenBatchNorm2d", "BasicBlock"
         (_Bytes, {}, "forward names max, which the published one does not"),
         (_Batch, {}, "forward names len, which the published one does not"),
         (_Random, {}, "forward names rand, which the published one does not"),
-        (torchvision.models.ResNet, {"block": _WithoutRelu}, "no attribute 'relu'"),
+        (
+            torchvision.models.ResNet,
+            {"block": _WithoutRelu},
+            "names functional, which the published",
+        ),
+        (torchvision.models.ResNet, {"block": _BlockOfBatch}, "a BasicBlock of it: its forward"),
         (torchvision.models.ResNet, {"norm_layer": _Frozen}, "a FrozenBatchNorm2d has no eps"),
     ],
 )

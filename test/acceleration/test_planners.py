@@ -267,6 +267,7 @@ def test_a_schedule_of_edm_that_was_edited(device):
     with pytest.warns(RuntimeWarning, match="its sigma_s is not what its set_sample_steps makes"):
         same_results(plain, fast, act(5))
     same_results(plain, fast, act(8))
-    for agent in (plain, fast):
-        agent.sigma_max = 20.0
-    same_results(plain, fast, act(5), calls=4)
+    for most, count in ((20.0, 5), (80.0, 5), (20.0, 8), (20.0, 5), (80.0, 5), (80.0, 5)):
+        for agent in (plain, fast):
+            agent.sigma_max = most
+        same_results(plain, fast, act(count), calls=2)

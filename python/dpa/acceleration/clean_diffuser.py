@@ -26,8 +26,9 @@ from dpa.tracking.weights import version_of
 # What an agent calls beside these is left to it.
 _NEUTRAL = {"requires_grad": False, "preserve_history": False, "warm_start_reference": None}
 _OF_ALL = frozenset({"prior", "n_samples", "sample_steps", "condition_cfg", "w_cfg"})
-# Of EDM's agents the tensors of their schedules that were looked at, with their versions.
-_schedules: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
+# Of EDM's agents what their schedules were made of, and those that were compared, with versions.
+_schedules: weakref.WeakKeyDictionary[Any, tuple[Any, list[tuple[Tensor, int]]]]
+_schedules = weakref.WeakKeyDictionary()
 _KEPT_TIMES = 0.005  # below it Heun's second evaluation is left out
 
 
@@ -226,10 +227,15 @@ def _check_schedule(agent: Any, count: int) -> None:
         agent.set_sample_steps(count)
     held = [getattr(agent, name, None) for name in _OF_SIGMAS]
     held = [(value, version_of(value)) for value in held if isinstance(value, Tensor)]
-    before = _schedules.get(agent, [])
-    if len(held) == len(before) and all(
-        now is then and version == seen
-        for (now, version), (then, seen) in zip(held, before, strict=True)
+    of = count, agent.sigma_min, agent.sigma_max, agent.rho
+    made_of, before = _schedules.get(agent, (None, []))
+    if (
+        of == made_of
+        and len(held) == len(before)
+        and all(
+            now is then and version == seen
+            for (now, version), (then, seen) in zip(held, before, strict=True)
+        )
     ):
         return
     (fresh := copy.copy(agent)).set_sample_steps(count)
@@ -239,7 +245,7 @@ def _check_schedule(agent: Any, count: int) -> None:
             isinstance(now, Tensor) and not torch.equal(now, made)
         ):
             raise ValueError(f"its {name} is not what its set_sample_steps makes")
-    _schedules[agent] = held
+    _schedules[agent] = of, held
 
 
 def _end_edm(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -252,8 +252,8 @@ class FastForward(Replacement, Denoiser):
         # Conditions are joined to an embedding: those that are no wider take its dtype.
         wide = any(x.dtype != own and promote_types(x.dtype, own) != own for x in given.values())
         mixed = precision == own and (wide or sample.dtype != own)
-        unknown = "local_cond" in given and not self.network.arguments.get("local_cond_dim")
-        if mixed or unknown or not sample.is_floating_point():
+        exact = own if precision == own else None
+        if mixed or not sample.is_floating_point() or not self._takes_local(sample, given, exact):
             return self.original(*args, **kwargs)  # which says what is wrong
         if sample.dim() == 3 and sample.shape[1] % self._multiple:
             return self.original(*args, **kwargs)  # whose result has another horizon
@@ -278,6 +278,17 @@ class FastForward(Replacement, Denoiser):
             lambda _: self._seen(self.original(*args, **kwargs)),
             lambda _: self._run(*call, precision, trains),
         )
+
+    def _takes_local(
+        self, sample: Tensor, given: dict[str, Tensor], exact: torch.dtype | None
+    ) -> bool:
+        """Whether local conditions are the network's: a convolution reads them as they are."""
+        local, arguments = given.get("local_cond"), self.network.arguments
+        if local is None:
+            return True
+        shape = (*sample.shape[:2], arguments.get("local_cond_dim"))
+        beside = ("global_cond" in given) == bool(arguments["global_cond_dim"])
+        return beside and tuple(local.shape) == shape and exact in (None, local.dtype)
 
     def _seen(self, result: Tensor) -> Tensor:
         """Remember the order in memory of a result of the original."""

@@ -238,6 +238,8 @@ def _read(module: nn.Module) -> Iterator[Layer | nn.Module]:
     if blocks:
         yield _block(module, blocks[0])
     elif name in CHAINS:
+        if name == "Sequential" and class_of(module).forward is not nn.Sequential.forward:
+            raise NotAnEncoder("a Sequential of it has a forward of its own")
         nets = getattr(module, "nets", None)
         # One that is there twice runs twice.
         for child in [nets] if isinstance(nets, nn.Module) else module._modules.values():
@@ -289,6 +291,9 @@ def _convolution(conv: nn.Module, norm: nn.Module | None = None, relu: bool = Fa
 
 
 def _block(module: nn.Module, block: BlockVariant) -> Residual:
+    why = does_more(class_of(module), "forward", block.names, branches=True)
+    if why is not None:
+        raise NotAnEncoder(f"a {name_of(module)} of it: {why}")
     pairs = [[getattr(module, name) for name in names] for names in block.layers]
     if name_of(module.relu) != "ReLU":
         raise NotAnEncoder(f"a block has {name_of(module.relu)} for ReLU")

@@ -48,6 +48,11 @@ class BlockVariant:
     layers: tuple[tuple[str, str], ...]
     shortcut: str = "downsample"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its forward names."""
+        return (*(name for pair in self.layers for name in pair), "relu", self.shortcut)
+
 
 _STEM = ("conv1", "bn1", "relu", "maxpool")
 _STAGES = ("layer1", "layer2", "layer3", "layer4")
