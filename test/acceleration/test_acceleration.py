@@ -159,6 +159,26 @@ def test_wrong_local_conditions_are_the_networks_to_refuse(device):
         assert messages[0] == messages[1]
 
 
+class _Thrice(dpa.nn.ConditionalUnet1D):
+    def forward(self, sample, timestep, local_cond=None, global_cond=None):
+        local_cond = None if local_cond is None else 3 * local_cond
+        return super().forward(sample, timestep, local_cond, global_cond)
+
+
+@torch.no_grad()
+def test_calls_without_local_conditions_say_nothing_of_those_with(device):
+    torch.manual_seed(0)
+    plain = _Thrice(2, 3, 4, 16, (16, 32)).to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    new = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
+    sample, cond, local = new(2, 8, 2), new(2, 4), new(2, 8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in (None, None, local, local, None, local):
+            want = plain(sample, 1, given, cond)
+            torch.testing.assert_close(fast(sample, 1, given, cond), want, rtol=1e-3, atol=1e-4)
+
+
 @torch.no_grad()
 def test_changed_weights_are_noticed(device):
     unet, inputs = unet_and_inputs(device)
