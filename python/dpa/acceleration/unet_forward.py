@@ -257,7 +257,7 @@ class FastForward(Replacement, Denoiser):
             return self.original(*args, **kwargs)  # which says what is wrong
         if sample.dim() == 3 and sample.shape[1] % self._multiple:
             return self.original(*args, **kwargs)  # whose result has another horizon
-        if self.network.local_cond_dim is not None and "local_cond" not in given:
+        if self.network.arguments.get("local_cond_dim") and "local_cond" not in given:
             kind = (*kind, "no local_cond")  # which says nothing of calls that have some
         passed = self.shadow.passed(kind)
         recorded = passed is None and _is_recorded()
