@@ -25,10 +25,7 @@ def acts_on_some_values(kind: type, method: str) -> str | None:
     Only what calls the method of a base is asked: there a known class computes, and the rest is a
     guard around it. What a whole loop of a user's own does to its values is compared.
     """
-    functions = _functions(kind, method)
-    called = {name for function in functions for name in _read_of_self(function.__code__)}
-    for name in sorted(called - {method}):
-        functions += _functions(kind, name)
+    functions = _with_called(kind, method)
     bases = {base.__name__ for base in kind.__mro__}
     for function in functions:
         codes = list(_codes(function.__code__))
@@ -55,11 +52,7 @@ def does_more(kind: type, method: str, names: Collection[str], branches: bool) -
         branches: whether the published one has branches.
 
     """
-    functions = _functions(kind, method)
-    called = {name for function in functions for name in _read_of_self(function.__code__)}
-    for name in sorted(called - {method}):
-        functions += _functions(kind, name)
-    for function in functions:
+    for function in _with_called(kind, method):
         if function.__module__ == nn.Module.__module__:
             continue
         for code in _codes(function.__code__):
@@ -69,6 +62,15 @@ def does_more(kind: type, method: str, names: Collection[str], branches: bool) -
             if not branches and any(map(_BRANCH.fullmatch, opnames)):
                 return f"its {function.__name__} does not do the same in every call"
     return None
+
+
+def _with_called(kind: type, method: str) -> list[FunctionType]:
+    """Return what a class and its bases have as a method, and what that calls of theirs."""
+    functions = _functions(kind, method)
+    called = {name for function in functions for name in _read_of_self(function.__code__)}
+    for name in sorted(called - {method}):
+        functions += _functions(kind, name)
+    return functions
 
 
 def _functions(kind: type, name: str) -> list[FunctionType]:
