@@ -54,6 +54,7 @@ TEST(Conv2dPlan, GroupsOfATileFitAndTheirSpanIsTheMost) {
         span = std::max(span, ((g + 1) * width - 1) / columns - g * width / columns + 1);
       EXPECT_EQ(p.span, span) << s.out_channels << " / " << s.groups << " tiling " << tiling;
       EXPECT_EQ(p.exchange, span > 1 || p.tiles_per_sample > 1);
+      EXPECT_EQ(p.sub & (p.sub - 1), 0);  // kernels shift by it
       for (int c = 0; c < p.column_tiles; c++) {
         const int last = std::min((c + 1) * columns, s.out_channels) - 1;
         const int pairs = std::max(1, p.samples) * (last / width - c * columns / width + 1);
@@ -83,6 +84,20 @@ TEST(Conv2dPlan, SmallLayersFillTheDevice) {
         shape_of(DType::kBFloat16, 2, size[stage], size[stage], channels, channels, 3, 1, 1, channels / 16), kHopper);
     EXPECT_GE(c.plan.blocks(), 50) << channels;
     EXPECT_FALSE(c.deferred);
+  }
+}
+
+// Tensor maps hold padding below 128 and strides up to 8, and a box whole chunks of channels.
+TEST(Conv2dPlan, Im2colServesWhatTensorMapsHold) {
+  for (int tiling = 0; tiling < kNumTilings; tiling++) {
+    const Tiling& t = kTilings[tiling];
+    if (!t.im2col) continue;
+    const auto served = [&](DType dtype, int channels, int stride, int padding) {
+      return serves(t, shape_of(dtype, 2, 40, 40, channels, 64, 3, stride, padding));
+    };
+    EXPECT_TRUE(served(DType::kBFloat16, 64, 1, 1) && served(DType::kFloat32, 96, 8, 127));
+    EXPECT_FALSE(served(DType::kBFloat16, 96, 1, 1) || served(DType::kFloat32, 16, 1, 1));
+    EXPECT_FALSE(served(DType::kBFloat16, 64, 9, 1) || served(DType::kBFloat16, 64, 1, 128));
   }
 }
 

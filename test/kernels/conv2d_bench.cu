@@ -1,8 +1,10 @@
 // The image encoder's kernels on a GPU: each layer of ResNet-18 against float64 with every plan worth a measurement, timed;
 // then the whole network by the measured plans, and as an op launches it: by the model's plans, from images.
-//   conv2d_bench TYPE [LAYERS]   TYPE: bf16, tf32 or fp16; LAYERS: times alone, with no comparison (ablations)
+//   conv2d_bench TYPE [SIZES [LAYERS]]   TYPE: bf16, tf32 or fp16; SIZES: which of `kSizes`, as digits, or all;
+//                                        LAYERS: times alone, with no comparison (ablations)
 #include <cmath>
 #include <functional>
+#include <iterator>
 
 #include "kernels/plans/conv2d/network.h"
 #include "test/kernels/conv2d_bench_network.h"
@@ -107,9 +109,13 @@ struct Bench {
   }
 
   // The convolutions of a step in double, for the input that there is.
-  std::vector<double*> references;
+  std::vector<double*> references[2];  // by rounding (`operand`)
   void refer(int index) {
     forget();
+    refer(index, false);
+    if (sizeof(T) == 4) refer(index, true);
+  }
+  void refer(int index, bool even) {
     const Stage& step = net.steps[index];
     for (int i = 0; i < networks; i++)
       for (size_t l = 0; l < step.layers.size(); l++) {
@@ -117,17 +123,20 @@ struct Bench {
         double* y;
         CHECK(cudaMalloc(&y, static_cast<int64_t>(s.batch) * s.out_height * s.out_width * s.out_channels * 8));
         reference_conv<T><<<4096, 256>>>(s, static_cast<const T*>(memory[i][step.layers[l].in]),
-                                         weights[index][i][l].raw, nullptr, y, padded(dtype, s.channels));
+                                         weights[index][i][l].raw, nullptr, y, padded(dtype, s.channels), even);
         if (s.groups) reference_norm<<<s.batch * s.groups, 256>>>(s, y, 1e-5f);
-        references.push_back(y);
+        references[even].push_back(y);
       }
   }
   void forget() {
-    for (double* y : references) CHECK(cudaFree(y));
-    references.clear();
+    for (auto& some : references) {
+      for (double* y : some) CHECK(cudaFree(y));
+      some.clear();
+    }
   }
   // The largest error of a step against `references`; `pooled`: of the stem, in the place of what the pool makes.
-  double verify(int index, bool pooled = false) {
+  double verify(int index, int tiling, bool pooled = false) {
+    const auto& wanted = references[sizeof(T) == 4 && tiling >= 0 && kTilings[tiling].im2col];
     const Stage& step = net.steps[index];
     double worst = 0;
     for (int i = 0; i < networks; i++)
@@ -135,7 +144,7 @@ struct Bench {
         const Layer& layer = step.layers[l];
         const Shape& s = layer.shape;
         const Weights& w = weights[index][i][l];
-        const double* y = references[i * step.layers.size() + l];
+        const double* y = wanted[i * step.layers.size() + l];
         CHECK(cudaMemset(result, 0, 16));
         auto* most = static_cast<unsigned*>(result);
         auto* squares = reinterpret_cast<double*>(static_cast<char*>(result) + 8);
@@ -178,7 +187,7 @@ struct Bench {
     const auto exec = captured([&] {
       for (int k = 0; k < 8; k++) CHECK(launch_stems(dtype, stems, blocks, wgmma, k > 0, stream));
     });
-    const double us = timed(exec, 7) / 8, error = check ? verify(0, true) : 0;
+    const double us = timed(exec, 7) / 8, error = check ? verify(0, -1, true) : 0;
     std::printf("  [stem%s %d x %d] %.2f us %.1e%s", wgmma ? " wgmma" : "", blocks, networks, us, error,
                 error < bound ? "" : " WRONG");
     CHECK(cudaGraphExecDestroy(exec));
@@ -246,7 +255,7 @@ struct Bench {
                   s.out_channels, chunks_of(s));
       chosen[i] = plan_step(shapes_of(step), device, networks);
       Launch fastest = {};
-      for (const auto& [p, clocks] : plans_of(step, device, networks, check ? 16 : 8, !check)) {
+      for (const auto& [p, clocks] : plans_of(step, device, networks, check ? 24 : 8, !check)) {
         const Launch launch = launch_of(index, p, parities, 0, networks);
         poison(index);
         if (const auto error = launch_convs(dtype, p.tiling, launch, false, stream)) {
@@ -260,7 +269,7 @@ struct Bench {
         });
         const double us = timed(exec, 5) / repeats;
         CHECK(cudaStreamSynchronize(stream));
-        const double error = check ? verify(index) : 0;
+        const double error = check ? verify(index, p.tiling) : 0;
         const bool right = error < bound * (p.deferred ? 3 : 1);
         const bool mine = p.tiling == chosen[i].tiling && p.plans[0].splits == chosen[i].plans[0].splits;
         std::printf("  [%s%d/%d%s %d] %.2f us (model %.2f) %.1e%s", mine ? "*" : "", p.tiling, p.plans[0].splits,
@@ -305,7 +314,7 @@ struct Bench {
         if (net.steps[i].conv) made[i] = launch_of(static_cast<int>(i), plans[i], epoch, first, count);
       return made;
     };
-    const auto report = [&](const char* what, const std::function<void()>& f) {
+    const auto report = [&](const char* what, const std::vector<StepPlan>& plans, const std::function<void()>& f) {
       CHECK(cudaMemset(epoch, 0, 4));
       CHECK(cudaDeviceSynchronize());
       const auto exec = captured(f);
@@ -313,21 +322,22 @@ struct Bench {
       double error = 0;
       for (size_t i = 0; i + 1 < net.steps.size(); i++)
         if (net.steps[i].conv && (i > 0 || stem < 0))
-          refer(static_cast<int>(i)), error = std::max(error, verify(static_cast<int>(i)));
-      if (stem >= 0) refer(0), error = std::max(error, verify(0, true));
+          refer(static_cast<int>(i)), error = std::max(error, verify(static_cast<int>(i), plans[i].tiling));
+      if (stem >= 0) refer(0), error = std::max(error, verify(0, -1, true));
       std::printf("%-44s warm %.1f us, cold %.1f us, worst error %.1e%s\n", what, warm, cold, error,
                   error < 3 * bound ? "" : " WRONG");
       CHECK(cudaGraphExecDestroy(exec));
       std::fflush(stdout);
     };
     const auto measured = launches_of(best, 0, networks);
-    report("measured plans, PDL:", [&] { walk(best, measured, stem, 0, networks, epoch, true, true); });
+    report("measured plans, PDL:", best, [&] { walk(best, measured, stem, 0, networks, epoch, true, true); });
     auto free = launches_of(best, 0, networks);  // what cooperative launches cost: nothing else may run beside it
     for (Launch& l : free) l.waits = false;
-    report("measured plans, PDL, not cooperative:", [&] { walk(best, free, stem, 0, networks, epoch, true, true); });
+    report("measured plans, PDL, not cooperative:", best,
+           [&] { walk(best, free, stem, 0, networks, epoch, true, true); });
     const auto model = launches_of(chosen, 0, networks);
-    report("the model's plans, PDL:", [&] { walk(chosen, model, stem, 0, networks, epoch, true, true); });
-    report("the same, from images:", [&] {
+    report("the model's plans, PDL:", chosen, [&] { walk(chosen, model, stem, 0, networks, epoch, true, true); });
+    report("the same, from images:", chosen, [&] {
       prepare(0, networks, false);
       walk(chosen, model, stem, 0, networks, epoch, true, true);
     });
@@ -335,7 +345,7 @@ struct Bench {
     for (int n = 0; n < networks; n++) each.push_back(launches_of(alone, n, 1));
     for (const bool fused : {false, true}) {
       if (fused && stem < 0) continue;
-      report(fused ? "one by one, from images, stems:" : "one by one, from images:", [&] {
+      report(fused ? "one by one, from images, stems:" : "one by one, from images:", alone, [&] {
         for (int n = 0; n < networks; n++) {
           CHECK(cudaMemsetAsync(result, 0, 4096, stream));
           prepare(n, 1, false);
@@ -353,15 +363,19 @@ struct Bench {
   }
 };
 
+struct Size {
+  int batch, height, width, networks;
+  bool group_norm;
+};
+constexpr Size kSizes[] = {{2, 84, 84, 1, true},     {4, 84, 84, 1, true},     {4, 216, 216, 1, true},
+                           {2, 240, 320, 2, false},  {2, 480, 640, 2, false},  {100, 84, 84, 1, true},
+                           {16, 240, 320, 1, false}, {56, 216, 288, 1, false}, {24, 96, 96, 1, false}};
+
 template <class T>
-void all_sizes(DType dtype, const char* type, const Device& device, void* flush, bool check) {
-  struct Size {
-    int batch, height, width, networks;
-    bool group_norm;
-  };
-  for (const Size& s : {Size{2, 84, 84, 1, true}, Size{4, 84, 84, 1, true}, Size{4, 216, 216, 1, true},
-                        Size{2, 240, 320, 2, false}, Size{2, 480, 640, 2, false}}) {
-    if (!check && s.height != 480) continue;
+void run_sizes(DType dtype, const char* type, const std::string& which, const Device& device, void* flush, bool check) {
+  for (size_t i = 0; i < std::size(kSizes); i++) {
+    if (which != "all" && which.find(static_cast<char>('0' + i)) == std::string::npos) continue;
+    const Size& s = kSizes[i];
     char name[200];
     std::snprintf(name, sizeof name, "%s %s: %d network(s) of %d images %d x %d", type,
                   s.group_norm ? "GroupNorm" : "BatchNorm", s.networks, s.batch, s.height, s.width);
@@ -383,10 +397,11 @@ int main(int argc, char** argv) {
   CHECK(cudaMalloc(&flush, 256 << 20));
   device.wgmma = has_wgmma();
   const std::string type = argc > 1 ? argv[1] : "bf16";
-  const bool check = argc < 3;
+  const std::string which = argc > 2 ? argv[2] : "all";
+  const bool check = argc < 4;
   std::printf("%d multiprocessors, wgmma %d\n", device.multiprocessors, device.wgmma);
-  if (type == "bf16") all_sizes<__nv_bfloat16>(DType::kBFloat16, "bf16", device, flush, check);
-  if (type == "tf32") all_sizes<float>(DType::kFloat32, "tf32", device, flush, check);
-  if (type == "fp16") all_sizes<__half>(DType::kFloat16, "fp16", device, flush, check);
+  if (type == "bf16") run_sizes<__nv_bfloat16>(DType::kBFloat16, "bf16", which, device, flush, check);
+  if (type == "tf32") run_sizes<float>(DType::kFloat32, "tf32", which, device, flush, check);
+  if (type == "fp16") run_sizes<__half>(DType::kFloat16, "fp16", which, device, flush, check);
   return 0;
 }

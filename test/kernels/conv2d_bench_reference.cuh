@@ -55,18 +55,20 @@ inline Weights make_weights(const Shape& s, uint64_t& seed) {
   return w;
 }
 
-// Reference: one output value a thread, in double; operands as the tensor cores take them.
+// Reference: one output value a thread, in double; operands as the tensor cores take them. `even`: float32 halfway between two
+// numbers of tf32 is rounded to the even one, as TMA does it, else away from zero.
 template <class T>
-__device__ double operand(const T* p) {
+__device__ double operand(const T* p, bool even = false) {
   if constexpr (sizeof(T) == 4) {
-    const uint32_t bits = (__float_as_uint(*p) + 0x1000) & 0xffffe000u;
-    return __uint_as_float(bits);
+    const uint32_t bits = __float_as_uint(*p), half = even ? 0xfff + (bits >> 13 & 1) : 0x1000;
+    return __uint_as_float((bits + half) & 0xffffe000u);
   } else {
     return widen(*p);
   }
 }
 template <class T>
-__global__ void reference_conv(Shape s, const T* x, const float* weights, const float* bias, double* y, int pitch) {
+__global__ void reference_conv(Shape s, const T* x, const float* weights, const float* bias, double* y, int pitch,
+                               bool even) {
   const int64_t all = static_cast<int64_t>(s.batch) * s.out_height * s.out_width * s.out_channels;
   for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < all; i += gridDim.x * 256ll) {
     const int k = i % s.out_channels, q = i / s.out_channels % s.out_width,
@@ -81,7 +83,7 @@ __global__ void reference_conv(Shape s, const T* x, const float* weights, const 
           const float f =
               weights[((static_cast<int64_t>(k) * s.channels + c) * s.kernel_height + r) * s.kernel_width + t];
           T stored = narrow<T>(f);
-          sum += operand(row + c) * operand(&stored);
+          sum += operand(row + c, even) * operand(&stored);
         }
       }
     y[i] = sum;

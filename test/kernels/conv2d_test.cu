@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "kernels/cuda/conv2d/im2col.cuh"
 #include "kernels/cuda/conv2d/pack.cuh"
 #include "kernels/cuda/conv2d/pool.cuh"
 #include "kernels/cuda/conv2d/preprocess.cuh"
@@ -35,9 +36,9 @@ struct Memory {
 };
 
 template <class F>
-void run(int blocks, int shared, F&& f) {
+void run(int blocks, int shared, F&& f, int threads = kThreads) {
   const auto body = [](void* p) { (*static_cast<std::remove_reference_t<F>*>(p))(); };
-  unet1d::device::launch(blocks, shared, body, &f, generator());
+  unet1d::device::launch(blocks, shared, body, &f, generator(), threads);
 }
 template <class F>
 void by_type(DType dtype, F&& f) {
@@ -133,6 +134,21 @@ struct Work {
   }
 };
 
+device::InputMap map_of(const Conv& c, int rows, DType dtype) {
+  return {static_cast<const uint8_t*>(c.x),
+          c.batch_rows / (c.out_height * c.out_width),
+          c.height,
+          c.width,
+          c.pieces,
+          c.stride,
+          c.pad_top,
+          c.pad_left,
+          c.out_height,
+          c.out_width,
+          rows,
+          element_size(dtype)};
+}
+
 // A layer that a tiling serves; a shortcut takes the input of another.
 Layer random_layer(int index, const Tiling& tiling, bool shortcut, const Shape& of) {
   Layer layer;
@@ -147,11 +163,15 @@ Layer random_layer(int index, const Tiling& tiling, bool shortcut, const Shape& 
     if (pick(0, 4) == 0) groups = 3, out = 3 * pick(1, 20);
   }
   s = shape_of(dtype, pick(1, 3), pick(least, 11), pick(least, 13), channels, out, kernel, stride, kernel / 2, groups);
+  const int piece = kPieceBytes / element_size(dtype);
   if (tiling.taps > 1) {
-    const int piece = kPieceBytes / element_size(dtype);
     channels = kChunkPieces * piece * pick(1, 2);
     s = shape_of(dtype, s.batch, s.height, s.width, channels, out, tiling.taps, 1, tiling.taps / 2, groups);
     s.out_height = s.height, s.out_width = s.width;
+  }
+  if (tiling.im2col) {
+    channels = kChunkPieces * piece * pick(1, 2);
+    s = shape_of(dtype, s.batch, s.height, s.width, channels, out, kernel, stride, kernel / 2, groups);
   }
   if (shortcut) s = shape_of(of.dtype, of.batch, of.height, of.width, of.channels, out, 1, stride, 0, groups);
   layer.relu = pick(0, 1);
@@ -177,6 +197,7 @@ bool try_case(int index) {
   if (pick(0, 2) == 0 && make_plan(beside.shape, tiling, 1, plan))
     works.push_back(std::make_unique<Work>(beside, plan, deferred, x, input.at));
   Conv convs[kMaxTogether];
+  device::InputMap maps[kMaxTogether];
   int total = 0;
   bool waits = false;
   uint32_t epoch = 0;
@@ -184,6 +205,7 @@ bool try_case(int index) {
     works[i]->conv.first_block = total, total += works[i]->plan.blocks();
     waits |= works[i]->plan.waits(works[i]->conv.deferred);
     convs[i] = works[i]->conv;
+    maps[i] = map_of(convs[i], kTilings[tiling].rows(), s.dtype);
   }
   const int blocks = waits ? total : std::max(1, std::min(total, pick(1, 8)));
   if (blocks > 64) return true;
@@ -201,8 +223,14 @@ bool try_case(int index) {
       const auto flag = [&] { return (epoch + 1) & 1; };
       const int count = static_cast<int>(works.size());
       by_tiling(tiling, [&](auto config) {
-        run(blocks, shared_bytes(kTilings[tiling]),
-            [&] { device::convolve<decltype(config), T>(convs, count, total, flag); });
+        using C = decltype(config);
+        auto convolve = [&] {
+          if constexpr (C::kTiling.im2col)
+            device::convolve_boxes<C, T>(convs, count, total, maps, flag);
+          else
+            device::convolve<C, T>(convs, count, total, flag);
+        };
+        run(blocks, shared_bytes(C::kTiling), convolve, C::kTiling.threads());
       });
       for (int i = 0; i < count; i++)
         if (convs[i].deferred) run(3, convs[i].groups * 8, [&] { device::normalise<T>(convs[i], flag()); });

@@ -4,6 +4,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernels/math/host_device.h"
+
 namespace dpa::kernels {
 
 /// Where a producer or a consumer is in the buffer: the stage, and the phase (parity) of the barrier that it waits for
@@ -12,11 +14,11 @@ namespace dpa::kernels {
 struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
+  DPA_HOST_DEVICE void advance(int stages) {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
   // By n stages, which may be more than there are.
-  __device__ __forceinline__ void advance_by(int n, int stages) {
+  DPA_HOST_DEVICE void advance_by(int n, int stages) {
     stage += n;
     while (stage >= stages) stage -= stages, phase ^= 1;
   }

@@ -135,6 +135,18 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
+// The pixels of a tensor (n, y, x, channels) under a tap: of those that a filter walks over from (x, y, n) on, moved by
+// (dx, dy), the channels from `channel` on.
+__device__ __forceinline__ void tma_load_im2col(uint32_t destination, const CUtensorMap* map, int channel, int x, int y,
+                                                int n, int dx, int dy, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+      "%5}], "
+      "[%6], {%7, %8};" ::"r"(destination),
+      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(n), "r"(barrier), "h"(static_cast<uint16_t>(dx)),
+      "h"(static_cast<uint16_t>(dy))
+      : "memory");
+}
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -1,28 +1,10 @@
 #include "kernels/cuda/conv1d/tensor_map.h"
 
+#include "kernels/cuda/common/driver.h"
+
 namespace dpa::kernels::conv1d {
-namespace {
-
-// The driver's function, looked up at run time: the library does not link with the driver.
-decltype(&cuTensorMapEncodeTiled) encoder() {
-  static const auto function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    constexpr const char* kName = "cuTensorMapEncodeTiled";
-#if CUDART_VERSION < 12050  // the runtime has no function that takes the version, and this one takes its own
-    const auto error = cudaGetDriverEntryPoint(kName, &entry, cudaEnableDefault, &found);
-#else
-    const auto error = cudaGetDriverEntryPointByVersion(kName, &entry, 12000, cudaEnableDefault, &found);
-#endif
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? entry : nullptr;
-  }();
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-}
-
-}  // namespace
-
 cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
-  const auto encode = encoder();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (!encode) return cudaErrorNotSupported;
   const cuuint64_t element = boxes.dtype == DType::kFloat32 ? 4 : 2;
   const auto columns = static_cast<cuuint64_t>(boxes.columns), rows = static_cast<cuuint64_t>(boxes.rows);

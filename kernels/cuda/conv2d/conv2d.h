@@ -22,7 +22,7 @@ struct Conv {
   int height, width, pieces, kernel_height, kernel_width, stride, pad_top, pad_left;
   int out_height, out_width, out_channels, out_pieces;
   int batch_rows, sample_rows, samples, tiles_per_sample, row_tiles, column_tiles, splits, chunks, stages;
-  int groups, group_channels, span, sub, exchange, deferred, relu;
+  int groups, group_channels, span, sub, sub_bits, exchange, deferred, relu;  // sub: 2^sub_bits
   int tile_columns;
   float eps;
   int first_block, blocks;
@@ -110,6 +110,7 @@ inline Conv conv_of(const Shape& s, const ConvPlan& p, bool deferred = false) {
   c.splits = p.splits, c.chunks = p.chunks, c.stages = p.stages;
   c.groups = s.groups, c.group_channels = s.groups ? s.out_channels / s.groups : 1;
   c.span = p.span, c.sub = p.sub, c.exchange = p.exchange, c.deferred = deferred;
+  while (1 << c.sub_bits < c.sub) c.sub_bits++;
   c.eps = 1e-5f;
   c.tile_columns = kTilings[p.tiling].columns();
   c.blocks = p.blocks();

@@ -1,5 +1,7 @@
 // The kernels of an image encoder's convolutions, for one type: convolution_*.cu compile them apart, beside one another.
 #pragma once
+#include "kernels/cuda/conv2d/im2col.cuh"
+#include "kernels/cuda/conv2d/input_map.h"
 #include "kernels/cuda/conv2d/launch.h"
 #include "kernels/cuda/conv2d/pool.cuh"
 
@@ -14,10 +16,10 @@ cudaError_t launch_stem_of(const Stems& stems, int blocks, bool wgmma, bool depe
 DPA_DEVICE uint32_t call_flag(const uint32_t* epoch) { return (device::load_message_word(epoch) + 1) & 1; }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_with(void (*kernel)(Parameters...), dim3 blocks, int shared, bool waits, bool dependent,
+cudaError_t launch_with(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared, bool waits, bool dependent,
                         cudaStream_t stream, const Arguments&... arguments) {
   if (blocks.x == 0) return cudaSuccess;
-  LaunchConfig config(blocks, kThreads, stream, shared);
+  LaunchConfig config(blocks, threads, stream, shared);
   config.cooperative(waits);
   if (dependent) config.dependent(reinterpret_cast<const void*>(kernel));
   return config.launch(kernel, arguments...);
@@ -42,6 +44,18 @@ __global__ void __launch_bounds__(kThreads, C::kTiling.blocks()) conv_kernel(con
     });
 #endif
 }
+template <class C, class T>
+__global__ void __launch_bounds__(C::kTiling.threads(), C::kTiling.blocks())
+    im2col_kernel(const __grid_constant__ Launch a, const __grid_constant__ InputMaps inputs) {
+#if __CUDA_ARCH__ >= 800
+  device::dependency_trigger();
+  if constexpr (kHasWgmma)
+    device::convolve_boxes<C, T>(a.convs, a.count, a.blocks, inputs.maps, [&] {
+      device::dependency_sync();
+      return call_flag(a.epoch);
+    });
+#endif
+}
 
 template <class T, bool kWgmma>
 __global__ void __launch_bounds__(kThreads, T::kElements == 4 ? 1 : 2) stem_kernel(const __grid_constant__ Stems a) {
@@ -58,8 +72,18 @@ cudaError_t launch_from(int tiling, const Launch& launch, bool dependent, cudaSt
     return cudaErrorInvalidValue;
   } else {
     if (tiling != kIndex) return launch_from<T, kIndex + 1>(tiling, launch, dependent, stream);
-    return launch_with(conv_kernel<device::Config<kIndex>, T>, launch.blocks, shared_bytes(kTilings[kIndex]),
-                       launch.waits, dependent, stream, launch);
+    using C = device::Config<kIndex>;
+    constexpr int kShared = shared_bytes(C::kTiling);
+    if constexpr (C::kTiling.im2col) {
+      InputMaps inputs;
+      for (int i = 0; i < launch.count; i++)
+        if (const auto error = make_input_map(T::kType, launch.convs[i], C::kTiling.rows(), &inputs.maps[i]))
+          return error;
+      return launch_with(im2col_kernel<C, T>, launch.blocks, C::kTiling.threads(), kShared, launch.waits, dependent,
+                         stream, launch, inputs);
+    } else {
+      return launch_with(conv_kernel<C, T>, launch.blocks, kThreads, kShared, launch.waits, dependent, stream, launch);
+    }
   }
 }
 template <class T>
@@ -69,7 +93,8 @@ cudaError_t launch_tiling(int tiling, const Launch& launch, bool dependent, cuda
 template <class T>
 cudaError_t launch_stem_of(const Stems& stems, int blocks, bool wgmma, bool dependent, cudaStream_t stream) {
   const auto go = [&](auto kernel) {
-    return launch_with(kernel, dim3(blocks, stems.count), sizeof(device::StemTile<T>), false, dependent, stream, stems);
+    return launch_with(kernel, dim3(blocks, stems.count), kThreads, sizeof(device::StemTile<T>), false, dependent,
+                       stream, stems);
   };
   return wgmma ? go(stem_kernel<T, true>) : go(stem_kernel<T, false>);
 }

@@ -8,6 +8,9 @@
 //           wgmma of four warps: there a warp issues 4 to 8 times fewer instructions
 //   thread  copies one piece of 16 bytes of every few rows; in the epilogue owns quads of the tile, then pieces of it
 //
+// Tilings by im2col (im2col.cuh) are Hopper's for many pixels: A comes by TMA, and wgmma takes it from shared memory, too, so no
+// warp copies, loads fragments or rounds, and the tensor cores are at their rate while stages last.
+//
 // The epilogue adds the teams' sums in shared memory and the splits' by messages through L2, each in a fixed order. A
 // GroupNorm takes moments of what the tile holds (mean first, then deviations); where a (sample, group) lies in several
 // tiles, blocks exchange their parts' moments by messages and each combines all, in a fixed order. A word of a message
@@ -97,9 +100,9 @@ cudaError_t launch_pools(DType dtype, PoolKind kind, const Pools& pools, uint32_
   return by_type(dtype, [&](auto type) {
     using T = decltype(type);
     return kind == PoolKind::kMax && pool.kernel == 3
-               ? launch_with(max_pool_3x3_kernel<T, false>, grid, 0, false, dependent, stream, pools, RawMaps{},
-                             finished)
-               : launch_with(pool_kernel<T>, grid, 0, false, dependent, stream, pools, kind, finished);
+               ? launch_with(max_pool_3x3_kernel<T, false>, grid, kThreads, 0, false, dependent, stream, pools,
+                             RawMaps{}, finished)
+               : launch_with(pool_kernel<T>, grid, kThreads, 0, false, dependent, stream, pools, kind, finished);
   });
 }
 
@@ -107,16 +110,16 @@ cudaError_t launch_normalised_pools(DType dtype, const Pools& pools, const RawMa
                                     cudaStream_t stream) {
   uint32_t* const finished = nullptr;
   return by_type(dtype, [&](auto type) {
-    return launch_with(max_pool_3x3_kernel<decltype(type), true>, dim3(blocks, pools.count), raw.convs[0].groups * 8,
-                       false, dependent, stream, pools, raw, finished);
+    return launch_with(max_pool_3x3_kernel<decltype(type), true>, dim3(blocks, pools.count), kThreads,
+                       raw.convs[0].groups * 8, false, dependent, stream, pools, raw, finished);
   });
 }
 
 cudaError_t launch_normalise(DType dtype, const Conv& conv, const uint32_t* epoch, int blocks, bool dependent,
                              cudaStream_t stream) {
   return by_type(dtype, [&](auto type) {
-    return launch_with(normalise_kernel<decltype(type)>, blocks, conv.groups * 8, false, dependent, stream, conv,
-                       epoch);
+    return launch_with(normalise_kernel<decltype(type)>, blocks, kThreads, conv.groups * 8, false, dependent, stream,
+                       conv, epoch);
   });
 }
 

@@ -28,27 +28,30 @@ struct Direct {
   static constexpr int kFragments = T::kElements / 2;  // of 8 columns, that a quad exchanges: 16 bytes a lane
   static constexpr int kQuads = kServes ? 2 * t.n_tiles / kFragments : 1, kParts = 2 * t.m_tiles;
   // Residual pieces in flight, as registers allow.
-  static constexpr int kTogether = t.blocks() == 1 || kParts * kQuads <= 4 ? kQuads : kParts >= 4 ? 1 : 4 / kParts;
+  static constexpr int kMost = t.blocks() == 1 ? 8 : 4;
+  static constexpr int kTogether = kParts * kQuads <= kMost ? kQuads : kParts >= kMost ? 1 : kMost / kParts;
   static_assert(!kServes || kQuads * kFragments == 2 * t.n_tiles, "a warp's columns are whole exchanges");
 
   const Epilogue<C, T>& e;
   const Conv& v;
-  int lane = thread() & 31, warp = thread() >> 5;
-  DPA_DEVICE explicit Direct(const Epilogue<C, T>& epilogue) : e(epilogue), v(epilogue.v) {}
+  bool whole;        // whether all columns are there
+  int first_piece;   // of the tile, of this lane after the exchange of quad 0; the next quad's is 4 further
+  int first_column;  // of the tile: of this lane's two of fragment 0; the next fragment's are 8 further
+  int at[kParts];    // pieces to the tile's in this lane's rows; -1: no row
+  DPA_DEVICE explicit Direct(const Epilogue<C, T>& epilogue) : e(epilogue), v(epilogue.v) {
+    const int lane = thread() & 31, warp = thread() >> 5, q = lane & 3;
+    first_column = warp % t.warps_n * t.n_tiles * 16 + q * 2;
+    first_piece = warp % t.warps_n * t.n_tiles * 16 / T::kElements + (T::kElements == 8 ? q : (q & 1) * 2 + (q >> 1));
+    whole = e.first_column + e.kColumns <= v.out_channels;
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      const int row = fragment_row<C>(warp, part / 2) + part % 2 * 8 + (lane >> 2);
+      at[part] = row < e.at.rows ? (e.at.first_row + row) * v.out_pieces + e.at.column * e.kPieces : -1;
+    }
+  }
 
-  DPA_DEVICE int column_of(int fragment) const {  // of this lane's two
-    return warp % t.warps_n * t.n_tiles * 16 + fragment * 8 + (lane & 3) * 2;
-  }
-  DPA_DEVICE int row_of(int part) const { return warp / t.warps_n * t.m_tiles * 16 + part * 8 + (lane >> 2); }
-  DPA_DEVICE int piece_of(int quad) const {  // after the exchange
-    const int q = lane & 3, mine = T::kElements == 8 ? q : (q & 1) * 2 + (q >> 1);
-    return warp % t.warps_n * t.n_tiles * 16 / T::kElements + quad * 4 + mine;
-  }
-  DPA_DEVICE bool has(int row, int piece) const {
-    return row < e.at.rows && e.at.column * e.kPieces + piece < v.out_pieces;
-  }
-  DPA_DEVICE uint4 residual_at(int row, int piece) const {
-    return v.residual && has(row, piece) ? load_16(e.piece_at(v.residual, row, piece)) : make_uint4(0, 0, 0, 0);
+  DPA_DEVICE bool has(int part, int piece) const {
+    return at[part] >= 0 && (whole || e.at.column * e.kPieces + piece < v.out_pieces);
   }
   DPA_DEVICE static void exchange(uint32_t (&w)[4]) {
     if constexpr (T::kElements == 8) {
@@ -74,31 +77,38 @@ struct Direct {
     else
       w[2 * fragment] = bits(x.x), w[2 * fragment + 1] = bits(x.y);
   }
-  DPA_DEVICE float2 made_of(float x, float y, int column, float2 more) const {
-    const auto of = [&](const float* from) { return *reinterpret_cast<const float2*>(from + column); };
-    const float2 scale = of(e.parameters.scale), shift = of(e.parameters.shift);
-    if (v.bias) {
-      const float2 bias = of(e.parameters.bias);
-      x += bias.x, y += bias.y;
-    }
-    x = x * scale.x + shift.x + more.x, y = y * scale.y + shift.y + more.y;
-    if (v.relu) x = x < 0.0f ? 0.0f : x, y = y < 0.0f ? 0.0f : y;
-    const int left = v.out_channels - e.first_column - column;
-    return {left > 0 ? x : 0.0f, left > 1 ? y : 0.0f};
-  }
 
-  DPA_DEVICE void store(const Accumulators<C>& sum, int part, int quad, const uint4& residual) const {
+  // Of the columns of a quad's exchange.
+  struct Affine {
+    float2 scale[kFragments], shift[kFragments];
+    DPA_DEVICE Affine(const Parameters<C>& parameters, int column) {
+#pragma unroll
+      for (int k = 0; k < kFragments; k++) {
+        scale[k] = *reinterpret_cast<const float2*>(parameters.scale + column + k * 8);
+        shift[k] = *reinterpret_cast<const float2*>(parameters.shift + column + k * 8);
+      }
+    }
+  };
+  DPA_DEVICE void store(const Accumulators<C>& sum, const Affine& affine, int part, int quad,
+                        const uint4& residual) const {
     uint32_t more[4] = {residual.x, residual.y, residual.z, residual.w}, made[4];
     if (v.residual) exchange(more);
 #pragma unroll
     for (int k = 0; k < kFragments; k++) {
-      const int fragment = quad * kFragments + k;
-      const float(&x)[4] = sum[part / 2][fragment];
-      set_pair(made, k, made_of(x[part % 2 * 2], x[part % 2 * 2 + 1], column_of(fragment), pair_of(more, k)));
+      const float* x = sum[part / 2][quad * kFragments + k] + part % 2 * 2;
+      float2 y = {x[0] * affine.scale[k].x + affine.shift[k].x, x[1] * affine.scale[k].y + affine.shift[k].y};
+      const float2 added = pair_of(more, k);
+      y.x += added.x, y.y += added.y;
+      if (v.relu) y.x = y.x < 0.0f ? 0.0f : y.x, y.y = y.y < 0.0f ? 0.0f : y.y;
+      if (!whole) {
+        const int left = v.out_channels - e.first_column - first_column - (quad * kFragments + k) * 8;
+        y.x = left > 0 ? y.x : 0.0f, y.y = left > 1 ? y.y : 0.0f;
+      }
+      set_pair(made, k, y);
     }
     exchange(made);
-    const int row = row_of(part), piece = piece_of(quad);
-    if (has(row, piece)) store_16(e.piece_at(v.out, row, piece), {made[0], made[1], made[2], made[3]});
+    const int piece = first_piece + quad * 4;
+    if (has(part, piece)) store_16(static_cast<uint4*>(v.out) + at[part] + piece, {made[0], made[1], made[2], made[3]});
   }
 
   // Every thread of the block calls it, behind a barrier that follows `load_parameters`.
@@ -109,12 +119,18 @@ struct Direct {
 #pragma unroll
       for (int part = 0; part < kParts; part++)
 #pragma unroll
-        for (int quad = 0; quad < kTogether; quad++)
-          residual[part][quad] = residual_at(row_of(part), piece_of(first + quad));
+        for (int k = 0; k < kTogether; k++) {
+          const int piece = first_piece + (first + k) * 4;
+          residual[part][k] = make_uint4(0, 0, 0, 0);
+          if (v.residual && has(part, piece))
+            residual[part][k] = load_16(static_cast<const uint4*>(v.residual) + at[part] + piece);
+        }
 #pragma unroll
-      for (int quad = 0; quad < kTogether; quad++)
+      for (int k = 0; k < kTogether; k++) {
+        const Affine affine(e.parameters, first_column + (first + k) * kFragments * 8);
 #pragma unroll
-        for (int part = 0; part < kParts; part++) store(sum, part, first + quad, residual[part][quad]);
+        for (int part = 0; part < kParts; part++) store(sum, affine, part, first + k, residual[part][k]);
+      }
     }
   }
 };
@@ -124,6 +140,15 @@ struct Config {
   static constexpr Tiling kTiling = kTilings[kIndex];
 };
 
+// From a tile's sums to memory.
+template <class C, class T>
+DPA_DEVICE void finish(const Epilogue<C, T>& epilogue, const Accumulators<C>& sum, uint32_t flag) {
+  if (Direct<C, T>::kServes && epilogue.v.splits == 1 && !epilogue.v.groups)
+    Direct<C, T>(epilogue).run(sum);
+  else
+    epilogue.run(sum, flag);
+}
+
 // All tiles of a launch that this block has. `wait` returns the call's flag when what this launch reads is complete.
 template <class C, class T, class Wait>
 DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
@@ -132,9 +157,7 @@ DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
   Barriers<C> barriers;
 #pragma unroll 1
   for (int index = block(); index < total; index += blocks()) {
-    int which = 0;
-    while (which + 1 < count && index >= convs[which + 1].first_block) which++;
-    const Conv& v = convs[which];
+    const Conv& v = convs[conv_at(convs, count, index)];
     const Tile at = tile_at<C>(v, index - v.first_block);
     const Epilogue<C, T> epilogue(v, at);
     if (waited) {  // the tile before has been stored
@@ -147,10 +170,7 @@ DPA_DEVICE void convolve(const Conv* convs, int count, int total, Wait&& wait) {
     if (!waited) flag = wait(), waited = true;
     Accumulators<C> sum = {};
     contract<C, T>(loader, {v, at, loader}, barriers, sum);
-    if (Direct<C, T>::kServes && v.splits == 1 && !v.groups)
-      Direct<C, T>(epilogue).run(sum);
-    else
-      epilogue.run(sum, flag);
+    finish(epilogue, sum, flag);
   }
   if (!waited) wait();
 }

@@ -1,6 +1,7 @@
 // The instructions that the image encoder's kernels are made of: those of the loop in phases, and a few of their own. A
 // test compiles the kernels for the host with its own version (DPA_EMULATE), so the kernels contain no PTX.
 #pragma once
+#include "kernels/common/dtype.h"
 #include "kernels/cuda/unet1d/phases_device.cuh"
 
 #ifndef DPA_EMULATE
@@ -69,6 +70,37 @@ DPA_DEVICE void wgmma_wait() {
 DPA_DEVICE uint64_t wgmma_operand(uint32_t address, uint32_t along_k, uint32_t along_columns) {
   return kernels::wgmma::swizzled(address, along_k, along_columns, kernels::wgmma::Swizzle::kNone);
 }
+// A, as a box of an input map lies: rows of 128 bytes, swizzled.
+using InputMap = CUtensorMap;
+DPA_DEVICE uint64_t wgmma_box(uint32_t address) {
+  return kernels::wgmma::swizzled(address, 16, 1024, kernels::wgmma::Swizzle::k128);
+}
+// d += a b, both in shared memory.
+template <int kColumns, class Type>
+DPA_DEVICE void wgmma_boxes([[maybe_unused]] Type, [[maybe_unused]] float (&d)[kColumns / 2],
+                            [[maybe_unused]] uint64_t a, [[maybe_unused]] uint64_t b) {
+  DPA_HOPPER(kernels::wgmma::mma_ss<Type, kColumns, 0, 0>(d, a, b, 1));
+}
+// Of the pixels under the tap (kw, kh), for as many outputs as a box has, the first one's first tap at (x, y) of image n, 128
+// bytes of channels; zeros beyond an edge. One thread calls it; the barrier counts the bytes of the whole box.
+DPA_DEVICE void load_box([[maybe_unused]] uint32_t to, [[maybe_unused]] const InputMap* map,
+                         [[maybe_unused]] int channel, [[maybe_unused]] int x, [[maybe_unused]] int y,
+                         [[maybe_unused]] int n, [[maybe_unused]] int kw, [[maybe_unused]] int kh,
+                         [[maybe_unused]] uint32_t barrier) {
+  DPA_HOPPER(kernels::ptx::tma_load_im2col(to, map, channel, x, y, n, kw, kh, barrier));
+}
+template <int kRegisters>
+DPA_DEVICE void registers_decrease() {
+  DPA_HOPPER(kernels::ptx::registers_decrease<kRegisters>());
+}
+template <int kRegisters>
+DPA_DEVICE void registers_increase() {
+  DPA_HOPPER(kernels::ptx::registers_increase<kRegisters>());
+}
+DPA_DEVICE void prefetch_map([[maybe_unused]] const InputMap* map) {
+  DPA_HOPPER(kernels::ptx::prefetch_tensor_map(map));
+}
+DPA_DEVICE void barrier_arrive([[maybe_unused]] uint32_t barrier) { DPA_HOPPER(kernels::ptx::barrier_arrive(barrier)); }
 // d += a b for the rows of the four warps of a warpgroup, 32 bytes of K; a as mma.sync takes it.
 template <int kColumns, class Type>
 DPA_DEVICE void wgmma([[maybe_unused]] Type, [[maybe_unused]] float (&d)[kColumns / 2], [[maybe_unused]] const uint4& a,
@@ -83,14 +115,17 @@ namespace dpa::kernels::conv2d::device {
 
 // Arithmetic on stored values: the type that the tensor cores take, and numbers a word.
 struct Bf16 {
+  static constexpr DType kType = DType::kBFloat16;
   using Math = BFloat16;
   static constexpr int kElements = 8;  // of a piece of 16 bytes
 };
 struct Fp16 {
+  static constexpr DType kType = DType::kFloat16;
   using Math = Half;
   static constexpr int kElements = 8;
 };
 struct Tf32 {
+  static constexpr DType kType = DType::kFloat32;
   using Math = float;
   static constexpr int kElements = 4;
 };

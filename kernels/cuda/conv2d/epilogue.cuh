@@ -19,11 +19,18 @@ DPA_DEVICE float sum_of_warp(float x) {
   for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
   return x;
 }
-// Of all lanes, in one order: their mean, then what they deviate from it.
-DPA_DEVICE Moments moments_of_warp(const Moments& m) {
-  const float count = sum_of_warp(m.count), sum = sum_of_warp(m.count * m.mean);
+// Of the first `count` lanes, at least: as few steps as they need. In the first lane.
+DPA_DEVICE float sum_of_lanes(float x, int count) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2)
+    if (mask < count) x += shuffle_xor(x, mask);
+  return x;
+}
+// Of all of them, in one order: their mean, then what they deviate from it. The other lanes' counts are 0.
+DPA_DEVICE Moments moments_of_lanes(const Moments& m, int lanes) {
+  const float count = sum_of_lanes(m.count, lanes), sum = sum_of_lanes(m.count * m.mean, lanes);
   const float mean = count > 0 ? sum / count : 0.0f, difference = m.mean - mean;
-  return {count, mean, sum_of_warp(m.squares + m.count * difference * difference)};
+  return {count, mean, sum_of_lanes(m.squares + m.count * difference * difference, lanes)};
 }
 
 // Words of messages carry the call's parity in the lowest bit, so that who reads knows whether they are of this call.
@@ -44,19 +51,23 @@ DPA_DEVICE Moments moments_of_parts(const Conv& v, int sample, int group, int fi
   const int lane = thread() & 31;
   const int last = ((group + 1) * v.group_channels - 1) / columns, span = last - first_column_tile + 1;
   const uint32_t* from = v.moments + int64_t{sample * v.groups + group} * v.tiles_per_sample * v.span * v.sub * 4;
+  const int parts = v.tiles_per_sample * span * v.sub;
   Moments m;
 #pragma unroll 1
-  for (int i = lane; i < v.tiles_per_sample * span * v.sub; i += 32) {
-    const int tile = i / (span * v.sub), rest = i - tile * span * v.sub;
-    const uint4 words = poll_words(from + (tile * v.span * v.sub + rest) * 4, flag);
+  for (int i = lane; i < parts; i += 32) {
+    const int at = span == v.span ? i : i + i / (span * v.sub) * (v.span - span) * v.sub;
+    const uint4 words = poll_words(from + at * 4, flag);
     const Moments part = {plain(words.x), plain(words.y), plain(words.z)};
     if (i == lane)
       m = part;
     else
       m.add(part);
   }
-  return moments_of_warp(m);
+  return moments_of_lanes(m, parts);
 }
+
+// The threads that have a tile's sums.
+DPA_DEVICE void sync_tile() { sync_threads(0, kThreads); }
 
 template <class C, class T>
 struct Epilogue {
@@ -78,7 +89,7 @@ struct Epilogue {
       : v(conv),
         at(tile),
         parameters(Parameters<C>::at()),
-        sums(reinterpret_cast<float*>(shared() + sizeof(Parameters<C>))),
+        sums(reinterpret_cast<float*>(shared() + parameter_bytes(C::kTiling))),
         first_column(tile.column * kColumns) {
     first_group = first_column / v.group_channels;
     groups = (min(first_column + kColumns, v.out_channels) - 1) / v.group_channels - first_group + 1;
@@ -90,22 +101,24 @@ struct Epilogue {
     if (t.taps > 1 && mine < kChunkPieces) parameters.zeros[mine] = make_uint4(0, 0, 0, 0);
     for (int i = thread(); i < kColumns; i += kThreads) {
       const int channel = min(first_column + i, v.out_channels - 1);
-      parameters.bias[i] = v.bias ? v.bias[channel] : 0.0f;
-      parameters.scale[i] = v.scale ? v.scale[channel] : 1.0f;
-      parameters.shift[i] = v.shift ? v.shift[channel] : 0.0f;
+      const float bias = v.bias ? v.bias[channel] : 0.0f, scale = v.scale ? v.scale[channel] : 1.0f,
+                  shift = v.shift ? v.shift[channel] : 0.0f;
+      // Without a GroupNorm between them, bias and shift are one.
+      parameters.bias[i] = v.groups ? bias : 0.0f;
+      parameters.scale[i] = scale;
+      parameters.shift[i] = v.groups ? shift : bias * scale + shift;
       parameters.group[i] = channel / v.group_channels - first_group;
     }
   }
 
   DPA_DEVICE void keep(const Accumulators<C>& sum) const {
     const int lane = thread() & 31, team = thread() / t.team(), warp = thread() % t.team() / 32;
-    float* to = sums + (team * t.rows() + warp / t.warps_n * t.m_tiles * 16 + (lane >> 2)) * kPitch +
-                warp % t.warps_n * t.n_tiles * 16 + (lane & 3) * 2;
+    float* to = sums + (team * t.rows() + (lane >> 2)) * kPitch + warp % t.warps_n * t.n_tiles * 16 + (lane & 3) * 2;
 #pragma unroll
     for (int i = 0; i < t.m_tiles; i++)
 #pragma unroll
       for (int j = 0; j < 2 * t.n_tiles; j++) {
-        float* here = to + i * 16 * kPitch + j * 8;
+        float* here = to + fragment_row<C>(warp, i) * kPitch + j * 8;
         *reinterpret_cast<float2*>(here) = {sum[i][j][0], sum[i][j][1]};
         *reinterpret_cast<float2*>(here + 8 * kPitch) = {sum[i][j][2], sum[i][j][3]};
       }
@@ -116,8 +129,8 @@ struct Epilogue {
   DPA_DEVICE bool needs(int row) const { return v.groups ? row < at.rows : mine(row); }
 
   // Adds the teams' sums, the splits' and the bias. Each thread reads and writes quads of its own.
+  DPA_DEVICE bool reduces() const { return t.warps_k > 1 || v.splits > 1 || (v.bias && v.groups); }
   DPA_DEVICE void reduce(uint32_t flag) const {
-    if (t.warps_k == 1 && v.splits == 1 && !v.bias) return;
     const int64_t tile = int64_t{at.row * v.column_tiles + at.column} * v.splits;
     constexpr int kTile = t.rows() * kColumns;
 #pragma unroll(kQuads > 4 ? 1 : kQuads)
@@ -170,10 +183,10 @@ struct Epilogue {
     const int lane = thread() & 31, units = at.samples * groups * v.sub;
 #pragma unroll 1
     for (int unit = thread() >> 5; unit < units; unit += kWarps) {
-      const int pair = unit / v.sub, part = unit - pair * v.sub;
-      const int slot = pair / groups, group = first_group + pair - slot * groups;
-      const int rows = v.samples ? v.sample_rows : at.rows;
-      const int begin = slot * rows + rows * part / v.sub, end = slot * rows + rows * (part + 1) / v.sub;
+      const int pair = unit >> v.sub_bits, part = unit & (v.sub - 1);
+      const int slot = at.samples > 1 ? pair / groups : 0, group = first_group + pair - slot * groups;
+      const int rows = v.samples ? v.sample_rows : at.rows, first = slot * rows;
+      const int begin = first + (rows * part >> v.sub_bits), end = first + (rows * (part + 1) >> v.sub_bits);
       const int left = max(group * v.group_channels - first_column, 0);
       const int width = min((group + 1) * v.group_channels - first_column, kColumns) - left;
       const Moments m = moments_of(begin, end, left, width);
@@ -190,9 +203,9 @@ struct Epilogue {
   }
   DPA_DEVICE Moments moments_of(int begin, int end, int left, int width) const {
     const int lane = thread() & 31;
-    int lanes = 32;  // on the columns of a row
-    while (lanes / 2 >= width) lanes /= 2;
-    const int column = lane & (lanes - 1), row = lane / lanes, step = 32 / lanes;
+    int bits = 5;  // lanes on the columns of a row: 2^bits
+    while (1 << bits >> 1 >= width) bits--;
+    const int lanes = 1 << bits, column = lane & (lanes - 1), row = lane >> bits, step = 32 >> bits;
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll 1
     for (int c = column; c < width; c += lanes)
@@ -222,7 +235,7 @@ struct Epilogue {
           const float4 part = parameters.moments[pair * v.sub + lane];
           m = {part.x, part.y, part.z};
         }
-        if (v.sub > 1) m = moments_of_warp(m);
+        if (v.sub > 1) m = moments_of_lanes(m, v.sub);
       }
       if (lane == 0) parameters.factors[pair] = {m.mean, inverse_root_exact(m.squares / m.count + v.eps)};
     }
@@ -277,11 +290,11 @@ struct Epilogue {
     store_16(piece_at(v.out, row, piece), narrow<T>(x));
   }
 
-  // Every thread of the block calls it; shared memory may be used again after a barrier.
+  // Every consumer calls it; shared memory may be used again after a barrier.
   DPA_DEVICE void run(const Accumulators<C>& sum, uint32_t flag) const {
     constexpr int kKept = kEarly ? kItems : 1;
     uint4 residual[kKept];
-    sync_block();  // the circular buffers have been read
+    sync_tile();  // the circular buffers have been read
     keep(sum);
     if constexpr (kEarly) {
 #pragma unroll
@@ -290,14 +303,16 @@ struct Epilogue {
         residual[k] = residual_at(i / kPieces, i % kPieces);
       }
     }
-    sync_block();
-    reduce(flag);
-    sync_block();
+    sync_tile();
+    if (reduces()) {
+      reduce(flag);
+      sync_tile();
+    }
     if (v.groups) {
       take_moments(flag);
-      if (!v.exchange) sync_block();  // messages say themselves that they are there
+      if (!v.exchange) sync_tile();  // messages say themselves that they are there
       if (!v.deferred) make_factors(flag);
-      sync_block();
+      sync_tile();
     }
     if constexpr (kEarly) {
 #pragma unroll

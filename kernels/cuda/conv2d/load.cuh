@@ -32,6 +32,13 @@ DPA_DEVICE Tile tile_at(const Conv& v, int index) {
   return at;
 }
 
+// Which convolution of a launch a block's index belongs to.
+DPA_DEVICE int conv_at(const Conv* convs, int count, int index) {
+  int which = 0;
+  while (which + 1 < count && index >= convs[which + 1].first_block) which++;
+  return which;
+}
+
 // Of a tile, in shared memory, in front of the circular buffers.
 template <class C>
 struct Parameters {

@@ -18,6 +18,12 @@ DPA_DEVICE void sync_team() {
 
 template <class C>
 using Accumulators = float[C::kTiling.m_tiles][2 * C::kTiling.n_tiles][4];
+// The first row of a warp's fragment. Where A comes from shared memory, each warp of a warpgroup has 16 of an MMA's 64 rows.
+template <class C>
+DPA_DEVICE int fragment_row(int warp, int i) {
+  constexpr Tiling t = C::kTiling;
+  return t.im2col ? (warp / 4 * t.m_tiles + i) * 64 + warp % 4 * 16 : warp / t.warps_n * t.m_tiles * 16 + i * 16;
+}
 
 // A step is 32 bytes of K. Its fragments of A, by ldmatrix. `rows`: where this lane's rows lie; `flip`: of the pieces of
 // this step, which are permuted.

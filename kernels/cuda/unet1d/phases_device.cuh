@@ -15,7 +15,7 @@
 #define DPA_OUTLINE __device__ __noinline__ inline
 namespace dpa::kernels::unet1d::device {
 
-extern __shared__ __align__(128) uint8_t shared_memory[];
+extern __shared__ __align__(1024) uint8_t shared_memory[];
 DPA_DEVICE uint8_t* shared() { return shared_memory; }
 DPA_DEVICE int thread() { return threadIdx.x; }
 DPA_DEVICE int block() { return blockIdx.x; }

@@ -30,20 +30,25 @@ constexpr int kMaxNetworks = 4;  // networks of a launch
 /// filters of that width which leave the image's size as it is.
 ///
 /// `wgmma`: Hopper's form. The warps of a team are warpgroups, which take B from shared memory, and a bulk copy brings the
-/// weights of a chunk.
+/// weights of a chunk. `im2col`: they take A from there, too, where TMA brings the pixels of a tap
+/// (kernels/cuda/conv2d/im2col.cuh); it serves rows of channels that are whole chunks.
 struct Tiling {
   int warps_m, warps_n, warps_k, m_tiles, n_tiles, stages;
   int taps = 1;
-  bool wgmma = false;
+  bool wgmma = false, im2col = false;
   DPA_HOST_DEVICE constexpr int rows() const { return warps_m * m_tiles * 16; }
   DPA_HOST_DEVICE constexpr int columns() const { return warps_n * n_tiles * 16; }
+  DPA_HOST_DEVICE constexpr int threads() const { return kThreads + (im2col && blocks() == 1 ? 128 : 0); }
   DPA_HOST_DEVICE constexpr int team() const { return warps_m * warps_n * 32; }
   DPA_HOST_DEVICE constexpr int pixels() const { return rows() + taps - 1; }
   DPA_HOST_DEVICE constexpr int input_bytes() const { return pixels() * kChunkBytes; }
   DPA_HOST_DEVICE constexpr int weight_bytes() const { return columns() * kChunkBytes; }  // of a chunk
   DPA_HOST_DEVICE constexpr int stage_bytes() const { return input_bytes() + taps * weight_bytes(); }
-  // Blocks of a multiprocessor that registers allow.
-  DPA_HOST_DEVICE constexpr int blocks() const { return m_tiles * n_tiles > 4 || (wgmma && warps_k > 1) ? 1 : 2; }
+  // Blocks of a multiprocessor that registers allow, and, by im2col, the stages.
+  DPA_HOST_DEVICE constexpr int blocks() const {
+    if (im2col) return stages > 3 ? 1 : 2;
+    return m_tiles * n_tiles > 4 || (wgmma && warps_k > 1) ? 1 : 2;
+  }
   DPA_HOST_DEVICE constexpr int pitch() const { return columns() + 8; }  // floats of a row of sums: no bank conflicts
   DPA_HOST_DEVICE constexpr int ring_bytes() const {
     const int buffers = warps_k * stages * stage_bytes(), sums = warps_k * rows() * pitch() * 4;
@@ -53,29 +58,28 @@ struct Tiling {
 /// Circular buffers of the forms for every GPU since 8.0 are at most 96 KiB: with their parameters they fit into the 99 KiB
 /// that a block of any of them has, and twice on a data centre's.
 constexpr Tiling kTilings[] = {
-    {4, 2, 1, 2, 2, 4},           // 0: 128 x 64
-    {2, 2, 2, 2, 2, 3},           // 1: 64 x 64
-    {2, 2, 2, 2, 1, 4},           // 2: 64 x 32
-    {1, 2, 4, 2, 1, 3},           // 3: 32 x 32
-    {2, 1, 4, 1, 1, 4},           // 4: 32 x 16
-    {1, 1, 8, 1, 1, 3},           // 5: 16 x 16
-    {4, 2, 1, 2, 2, 2, 3},        // 6: 128 x 64, 3 taps a stage
-    {8, 1, 1, 1, 4, 4, 1, true},  // 7: 128 x 64 by warpgroups
-    {8, 1, 1, 1, 4, 2, 3, true},  // 8: the same, 3 taps a stage
-    {8, 1, 1, 1, 8, 4, 1, true},  // 9: 128 x 128 by warpgroups
-    {8, 1, 1, 1, 8, 3, 3, true},  // 10: the same, 3 taps a stage
-    {8, 1, 1, 2, 4, 3, 3, true},  // 11: 256 x 64, 3 taps a stage
-    {4, 1, 2, 1, 4, 5, 1, true},  // 12: 64 x 64, a warpgroup a team
-    {4, 1, 2, 1, 4, 3, 3, true},  // 13: the same, 3 taps a stage
+    {4, 2, 1, 2, 2, 4},                 // 0: 128 x 64
+    {2, 2, 2, 2, 2, 3},                 // 1: 64 x 64
+    {2, 2, 2, 2, 1, 4},                 // 2: 64 x 32
+    {1, 2, 4, 2, 1, 3},                 // 3: 32 x 32
+    {2, 1, 4, 1, 1, 4},                 // 4: 32 x 16
+    {1, 1, 8, 1, 1, 3},                 // 5: 16 x 16
+    {4, 2, 1, 2, 2, 2, 3},              // 6: 128 x 64, 3 taps a stage
+    {8, 1, 1, 1, 4, 4, 1, true},        // 7: 128 x 64 by warpgroups
+    {8, 1, 1, 1, 4, 2, 3, true},        // 8: the same, 3 taps a stage
+    {4, 1, 2, 1, 4, 3, 3, true},        // 9: 64 x 64, 3 taps a stage, a warpgroup a team
+    {8, 1, 1, 1, 8, 3, 1, true, true},  // 10: 128 x 128 by im2col, two blocks a multiprocessor
+    {8, 1, 1, 1, 8, 6, 1, true, true},  // 11: the same, one
+    {8, 1, 1, 2, 4, 2, 1, true, true},  // 12: 256 x 64 by im2col
 };
 constexpr int kNumTilings = sizeof(kTilings) / sizeof(kTilings[0]);
 
 /// Beside the circular buffer: bias, scale, shift and group of each column; moments and factors of each pair; barriers of
 /// the stages.
 constexpr int kMaxBarriers = 16;
-constexpr int parameter_bytes(const Tiling& t) {
-  const int units = kMaxPairs > kWarps ? kMaxPairs : kWarps;
-  return t.columns() * 16 + units * 16 + kMaxPairs * 8 + kMaxBarriers * 8;
+DPA_HOST_DEVICE constexpr int parameter_bytes(const Tiling& t) {
+  const int bytes = t.columns() * 16 + kMaxPairs * 24 + kMaxBarriers * 8;
+  return t.im2col ? (bytes + 1023) / 1024 * 1024 : bytes;  // boxes are swizzled over 1024 bytes
 }
 constexpr int shared_bytes(const Tiling& t) { return parameter_bytes(t) + t.ring_bytes(); }
 
@@ -122,9 +126,9 @@ struct ConvPlan {
   int samples = 0, tiles_per_sample = 1, sample_rows = 1;
   int row_tiles = 1, column_tiles = 1;
   int chunks = 1, stages = 1;  // of K
-  // GroupNorm: the most column tiles that a group lies in; moments that a tile has of each pair; whether tiles exchange
-  // them.
-  int span = 1, sub = 1;
+  // GroupNorm: the most column tiles that a group lies in; moments that a tile has of each pair, and of all; whether tiles
+  // exchange them.
+  int span = 1, sub = 1, moments = 1;
   bool exchange = false;
   int blocks() const { return row_tiles * column_tiles * splits; }
   int parts() const { return tiles_per_sample * span * sub; }
