@@ -144,6 +144,20 @@ def test_a_network_that_cannot_be_packed_runs_step_by_step_where_that_is_asked(k
     torch.testing.assert_close(got, want)
 
 
+def test_conditions_of_other_widths_beside_local_ones(device):
+    scheduler, steps, _ = make_scheduler("ddim")
+    sampler = dpa.DiffusionSampler(make_unet(device, local_cond_dim=3), scheduler, steps)
+    cond, noise = torch.randn(3, 4, device=device), torch.randn(SHAPE, device=device)
+    local = torch.randn(3, SHAPE[1], 3, device=device)
+    wider = torch.randn(3, SHAPE[1], 5, device=device)
+    with pytest.raises(ValueError, match=r"local_cond must be \(B, T, 3\), got \(3, 8, 5\)"):
+        sampler(cond, local_cond=wider, noise=noise)
+    with pytest.raises(ValueError, match=r"global_cond must be \(B, 4\), got \(3, 5\)"):
+        sampler(torch.randn(3, 5, device=device), local_cond=local, noise=noise)
+    with pytest.raises(ValueError, match=r"global_cond must be \(B, 4\), got None"):
+        sampler(local_cond=local, noise=noise)
+
+
 def test_a_loop_that_cannot_be_one_op_raises_or_runs_step_by_step(device):
     scheduler, steps, _ = make_scheduler("ddim")
     unet = make_unet(device, local_cond_dim=3)

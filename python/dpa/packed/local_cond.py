@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpa.library.checks import require
 from dpa.nn.unet1d import ConditionalUnet1D
 
 _AT_ONCE = 2**16  # samples by times
@@ -27,6 +28,7 @@ class LocalEncoder:
     def at(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
         """Encode (B, T, Dl) at a timestep each, (B,): (B, T, C), float32, of C channels."""
         layers = self._layers
+        self._check(global_cond, local_cond)
         given = local_cond.to(next(layers.parameters()).dtype)
         cond = layers.embed(given, timesteps)
         if global_cond is not None:
@@ -41,6 +43,7 @@ class LocalEncoder:
 
     def at_each(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
         """Encode (B, T, Dl) at each of S timesteps, (S,): (S, B, T, C), float32."""
+        self._check(global_cond, local_cond)
         samples, made = len(local_cond), []
         # As many steps at once as fill a GPU; what lies between the block's layers is as large.
         together = max(1, _AT_ONCE // max(1, samples * local_cond.shape[1]))
@@ -51,3 +54,12 @@ class LocalEncoder:
             rows = self.at(steps.repeat_interleave(samples), cond, local)
             made.append(rows.unflatten(0, (count, samples)))
         return torch.cat(made)
+
+    def _check(self, global_cond: Tensor | None, local_cond: Tensor) -> None:
+        """Refuse conditions of other widths than the network's."""
+        local, wide = self._layers.local_cond_dim, self._layers.global_cond_dim
+        given = tuple(local_cond.shape)
+        require(given[2:] == (local,), "local_cond", f"be (B, T, {local})", given)
+        width = 0 if global_cond is None else global_cond.shape[1]
+        got = None if global_cond is None else tuple(global_cond.shape)
+        require(width == wide, "global_cond", f"be (B, {wide})", got)
