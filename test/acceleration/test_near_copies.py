@@ -380,3 +380,21 @@ def test_a_loop_that_is_named_around_a_near_copy(device):
             results.append(each.plan(call["condition"]))
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert all(finding.active for finding in dpa.explain(policy).findings)
+
+
+@torch.no_grad()
+def test_horizons_that_the_network_refuses(device):
+    """CleanDiffuser's raises for those that are no powers of two, also where others have run."""
+    unet = near_copies.ChiUnet(2, 3, 2).to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(unet))
+    condition = torch.randn(2, 2, 3, device=device)
+    for horizon in (8, 8, 16):
+        sample = torch.randn(2, horizon, 2, device=device)
+        torch.testing.assert_close(
+            fast(sample, TIMES[:2].to(device), condition),
+            unet(sample, TIMES[:2].to(device), condition),
+            rtol=1e-3,
+            atol=1e-3,
+        )
+    with pytest.raises(AssertionError, match="powers of two"):
+        fast(torch.randn(2, 12, 2, device=device), TIMES[:2].to(device), condition)

@@ -271,3 +271,37 @@ def test_a_schedule_of_edm_that_was_edited(device):
         for agent in (plain, fast):
             agent.sigma_max = most
         same_results(plain, fast, act(count), calls=2)
+
+
+class Schedule:
+    power = 1.0
+
+    def __call__(self, count, steps):
+        return ((count - 1) * torch.linspace(0, 1, steps + 1) ** self.power).long()
+
+
+def test_a_schedule_that_is_an_object(monkeypatch):
+    """Its own values may change, so loops over it are the original's."""
+    schedule = Schedule()
+    monkeypatch.setitem(planners.SUPPORTED_SAMPLING_STEP_SCHEDULE, "own", schedule)
+    plain, fast = both(lambda: planners.DiscreteDiffusionSDE("ddim"))
+    act = called(sample_step_schedule="own")
+    for power in (1.0, 1.0, 2.0):
+        schedule.power = power
+        same_results(plain, fast, act)
+
+
+def test_a_schedule_that_repeats_a_place():
+    plain, fast = both(lambda: planners.DiscreteDiffusionSDE("ode_dpmsolver++_2M", steps=4))
+    act = called(sample_steps=6)
+    for agent in (plain, fast, fast):
+        assert act(agent).isnan().all()
+
+
+def test_steps_that_are_no_integer():
+    plain, fast = both(lambda: planners.DiscreteDiffusionSDE("ddim"))
+    same_results(plain, fast, called(sample_steps=5))
+    same_results(plain, fast, called(sample_steps=5))
+    for agent in (plain, fast):
+        with pytest.raises(TypeError):
+            called(sample_steps=5.0)(agent)

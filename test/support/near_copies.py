@@ -376,6 +376,7 @@ class ChiUnet(nn.Module):
         )
 
     def forward(self, x, noise, condition=None):
+        assert x.shape[1] & (x.shape[1] - 1) == 0, "horizons are powers of two"
         given = self.global_cond_encoder(condition.flatten(1))
         cond = torch.cat([self.map_emb(self.map_noise(noise)), given], dim=-1)
         x, skips = x.transpose(1, 2), []

@@ -98,8 +98,8 @@ def _row(
 
 
 def _begin_ddpm(agent: Any, temperature: float = 1.0, **given: Any) -> LoopCall | None:
-    if given["sample_steps"] != agent.diffusion_steps:
-        return None  # which warns
+    if given["sample_steps"] != agent.diffusion_steps or not isinstance(given["sample_steps"], int):
+        return None  # which warns, or raises
     return _begin(agent, given, temperature)
 
 
@@ -139,8 +139,10 @@ def _begin_sde(
     temperature: float = 1.0,
     **given: Any,
 ) -> LoopCall | None:
-    if not isinstance(sample_step_schedule, str):
+    if not isinstance(sample_step_schedule, str) or not isinstance(sample_steps, int):
         return None
+    if not inspect.isfunction(_schedules_of(agent).get(sample_step_schedule)):
+        return None  # an object's own values may change
     steps = {"count": sample_steps, "schedule": sample_step_schedule}
     again = diffusion_x_sampling_steps
     return _begin(agent, given, temperature, solver=solver, again=again, **steps)
@@ -152,14 +154,20 @@ def _end_sde(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Ten
     return sample, {"sample_history": None}
 
 
+def _schedules_of(agent: Any) -> Mapping[str, Any]:
+    """Return the schedules of steps that the agent's module names."""
+    names: Mapping[str, Any] = inspect.unwrap(class_of(agent).sample).__globals__
+    schedules: Mapping[str, Any] = names.get("SUPPORTED_SAMPLING_STEP_SCHEDULE", {})
+    return schedules
+
+
 def _sde(
     agent: Any, solver: str = "ddpm", count: int = 5, schedule: str = "uniform", again: int = 0
 ) -> StepTable:
-    clip, of_file = _bound(agent), inspect.unwrap(class_of(agent).sample).__globals__
-    if solver not in _WEIGHTS or schedule not in of_file["SUPPORTED_SAMPLING_STEP_SCHEDULE"]:
+    clip, schedules = _bound(agent), _schedules_of(agent)
+    if solver not in _WEIGHTS or schedule not in schedules:
         raise ValueError(f"its solver is {solver!r}, its schedule {schedule!r}")
-    places = of_file["SUPPORTED_SAMPLING_STEP_SCHEDULE"][schedule](agent.diffusion_steps, count)
-    places = places.cpu()
+    places = schedules[schedule](agent.diffusion_steps, count).cpu()
     alphas, sigmas = (v.cpu()[places] for v in (agent.alpha, agent.sigma))
     snr = torch.log(alphas / sigmas)  # rounded as the agent's: where alpha is small that shows
     rows, history, noisy = [], [], []
@@ -170,6 +178,8 @@ def _sde(
         *weights, noise = _WEIGHTS[solver](*now, *after, h)
         ago = 0.0
         if solver.endswith("2M") and i < count:
+            if snr[i] == snr[i + 1]:
+                raise ValueError(f"its schedule {schedule!r} repeats a place")
             ratio = 0.5 * h / float(snr[i] - snr[i + 1])
             ago, weights[2] = -ratio * weights[2], (1 + ratio) * weights[2]
         adds_noise = solver.startswith("sde") or (solver == "ddpm" and i > 1)
@@ -217,6 +227,8 @@ _WEIGHTS["sde_dpmsolver++_2M"] = _WEIGHTS["sde_dpmsolver++_1"]
 def _begin_edm(
     agent: Any, sample_steps: int = 5, solver: str = "euler", **given: Any
 ) -> LoopCall | None:
+    if not isinstance(sample_steps, int):
+        return None
     _check_schedule(agent, sample_steps)
     return _begin(agent, given, 1.0, count=sample_steps, solver=solver)
 

@@ -137,6 +137,7 @@ class FastForward(Replacement, Denoiser):
         module, name = next(iter(network.slots.values()))
         self.home = module._parameters, name
         self._multiple = 2 ** (len(network.arguments["down_dims"]) - 1)  # of horizons
+        self._powers = network.variant.powers_of_two
 
     def repack(self) -> None:
         """Drop what was packed and compared: weights were written in a way that is not tracked.
@@ -255,8 +256,8 @@ class FastForward(Replacement, Denoiser):
         exact = own if precision == own else None
         if mixed or not sample.is_floating_point() or not self._takes_local(sample, given, exact):
             return self.original(*args, **kwargs)  # which says what is wrong
-        if sample.dim() == 3 and sample.shape[1] % self._multiple:
-            return self.original(*args, **kwargs)  # whose result has another horizon
+        if sample.dim() == 3 and not self._takes_horizon(sample.shape[1]):
+            return self.original(*args, **kwargs)  # whose result has another one, or which raises
         if self.network.arguments.get("local_cond_dim") and "local_cond" not in given:
             kind = (*kind, "no local_cond")  # which says nothing of calls that have some
         passed = self.shadow.passed(kind)
@@ -280,6 +281,9 @@ class FastForward(Replacement, Denoiser):
             lambda _: self._seen(self.original(*args, **kwargs)),
             lambda _: self._run(*call, precision, trains),
         )
+
+    def _takes_horizon(self, horizon: int) -> bool:
+        return horizon % self._multiple == 0 and not (self._powers and horizon & (horizon - 1))
 
     def _takes_local(
         self, sample: Tensor, given: dict[str, Tensor], exact: torch.dtype | None

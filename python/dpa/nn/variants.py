@@ -54,6 +54,7 @@ class Variant:
         one_for_all: whether its forward takes one timestep for all samples, too.
         extra: beginnings of the original names of what ``condition`` reads.
         unused: beginnings of names that the forward never reads.
+        powers_of_two: whether its forward raises for horizons that are none.
 
     """
 
@@ -69,6 +70,7 @@ class Variant:
     one_for_all: bool = True
     extra: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    powers_of_two: bool = False
 
     def fits(self, names: list[str]) -> bool:
         """Whether a network is this one, by the names of its parameters and inputs."""
@@ -152,6 +154,7 @@ VARIANTS = (
         condition=_observations,
         embedding=("map_noise", "map_emb"),
         one_for_all=False,
+        powers_of_two=True,
         extra=("map_noise.", "global_cond_encoder."),
     ),
     Variant(
