@@ -13,6 +13,7 @@ from torch import nn
 
 import dpa
 from dpa.acceleration import policy_loop
+from dpa.packed.agreement import relative_error
 from dpa.tracking.replacing import replaced
 
 STATE = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1))
@@ -305,3 +306,22 @@ def test_steps_that_are_no_integer():
     for agent in (plain, fast):
         with pytest.raises(TypeError):
             called(sample_steps=5.0)(agent)
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DiscreteDiffusionSDE", "GaussianDiffusion"])
+def test_noise_under_autocast(device, kind):
+    """It is made like the sample, which stays in float32, not like the network's output."""
+    torch.manual_seed(0)
+    plain = getattr(planners, kind)().to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False, graphs=False)
+
+    @torch.no_grad()
+    def act(planner):
+        torch.manual_seed(7)
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            result = planner.act(STATE.to(device))
+        return getattr(result, "trajectories", result)
+
+    wanted = act(plain)
+    for _ in range(3):
+        assert relative_error(act(fast), wanted) < 0.03

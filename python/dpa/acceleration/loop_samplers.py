@@ -52,7 +52,7 @@ def make_sampler(
         horizon=horizon,
         action_dim=action_dim,
         fused=packed is not None,
-        noise_dtype=precision,  # the scheduler's noise has the output's dtype
+        noise_dtype=forward.weight.dtype if loop.like_sample else precision,
         weights=forward.options.weights,
     )
     if packed is not None:
