@@ -5,6 +5,7 @@ That they act as the originals do is in ``test_other_loops``.
 
 import copy
 
+import near_policies
 import planners
 import pytest
 import torch
@@ -299,20 +300,23 @@ def test_a_schedule_that_repeats_a_place():
         assert act(agent).isnan().all()
 
 
-def test_steps_that_are_no_integer():
+@pytest.mark.parametrize("name", ["sample_steps", "diffusion_x_sampling_steps"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps_that_are_no_integer(name):
     plain, fast = both(lambda: planners.DiscreteDiffusionSDE("ddim"))
-    same_results(plain, fast, called(sample_steps=5))
-    same_results(plain, fast, called(sample_steps=5))
+    same_results(plain, fast, called(**{name: 5}))
+    same_results(plain, fast, called(**{name: 5}))
     for agent in (plain, fast):
         with pytest.raises(TypeError):
-            called(sample_steps=5.0)(agent)
+            called(**{name: 5.0})(agent)
 
 
-@pytest.mark.parametrize("kind", ["DDPM", "DiscreteDiffusionSDE", "GaussianDiffusion"])
+@pytest.mark.parametrize("kind", ["DDPM", "DiscreteDiffusionSDE", "GaussianDiffusion", "DPPO"])
 def test_noise_under_autocast(device, kind):
     """It is made like the sample, which stays in float32, not like the network's output."""
     torch.manual_seed(0)
-    plain = getattr(planners, kind)().to(device).eval()
+    make = near_policies.DiffusionModel if kind == "DPPO" else getattr(planners, kind)
+    plain = make().to(device).eval()
     fast = dpa.accelerate(copy.deepcopy(plain), fallback=False, graphs=False)
 
     @torch.no_grad()

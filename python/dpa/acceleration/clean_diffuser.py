@@ -98,8 +98,8 @@ def _row(
 
 
 def _begin_ddpm(agent: Any, temperature: float = 1.0, **given: Any) -> LoopCall | None:
-    if given["sample_steps"] != agent.diffusion_steps or not isinstance(given["sample_steps"], int):
-        return None  # which warns, or raises
+    if given["sample_steps"] != agent.diffusion_steps:
+        return None  # which warns
     return _begin(agent, given, temperature)
 
 
@@ -139,7 +139,7 @@ def _begin_sde(
     temperature: float = 1.0,
     **given: Any,
 ) -> LoopCall | None:
-    if not isinstance(sample_step_schedule, str) or not isinstance(sample_steps, int):
+    if not isinstance(sample_step_schedule, str):
         return None
     if not inspect.isfunction(_schedules_of(agent).get(sample_step_schedule)):
         return None  # an object's own values may change
@@ -227,8 +227,6 @@ _WEIGHTS["sde_dpmsolver++_2M"] = _WEIGHTS["sde_dpmsolver++_1"]
 def _begin_edm(
     agent: Any, sample_steps: int = 5, solver: str = "euler", **given: Any
 ) -> LoopCall | None:
-    if not isinstance(sample_steps, int):
-        return None
     _check_schedule(agent, sample_steps)
     return _begin(agent, given, 1.0, count=sample_steps, solver=solver)
 

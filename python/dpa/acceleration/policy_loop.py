@@ -200,7 +200,7 @@ class FastLoop(Replacement):
         forward = self._forward(modules)
         if forward is not route.forward or not self.shadow.passed(route):
             return False
-        return self._holds(route, (*_arithmetic(forward), *route.kind[-2:]))
+        return self._holds(route, (*_arithmetic(forward), *route.kind[-3:]))
 
     def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
@@ -336,7 +336,8 @@ class FastLoop(Replacement):
         options["action_dim"] = call.shape[2]
         if call.condition_data is None:
             options["horizon"] = call.shape[1]
-        kind = (*_arithmetic(forward), _dtypes(call), options)
+        types = [type(value) for value in options.values()]  # 5.0 is no 5
+        kind = (*_arithmetic(forward), _dtypes(call), options, types)
         for place, route in enumerate(self._routes):
             if route.forward is forward and self._holds(route, kind):
                 if place:
