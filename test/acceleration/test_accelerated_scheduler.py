@@ -92,6 +92,25 @@ def test_other_dtypes(dtype, device):
         assert ours <= theirs + units * torch.finfo(dtype).eps * clean.abs().max()
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_step_under_autocast(kind, device):
+    """Which leaves the original's arithmetic alone."""
+    plain = make_scheduler(kind)
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+    sample, output = torch.randn(2, 1, 8, 2, device=device).bfloat16()
+    for scheduler in (plain, fast):
+        scheduler.set_timesteps(5)
+
+    def step(scheduler, autocast):
+        torch.manual_seed(7)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            return scheduler.step(output, scheduler.timesteps[1], sample).prev_sample
+
+    for autocast in (False, False, True, True):
+        got, wanted = (step(scheduler, autocast) for scheduler in (fast, plain))
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-2)
+
+
 def test_what_it_leaves_to_the_original(device):
     fast, plain = dpa.accelerate(make_scheduler("DDIM")), make_scheduler("DDIM")
     x = torch.randn(1, 4, 2, device=device)

@@ -27,6 +27,7 @@ from dpa.acceleration.unet_forward import FastForward
 from dpa.nn import family
 from dpa.nn.family import recognise
 from dpa.packed import config, unet
+from dpa.packed.agreement import relative_error
 from dpa.training.graphed_calls import replaced_forward
 
 
@@ -315,6 +316,37 @@ def test_under_autocast(kind, dtype, device):
     assert max(vars(fast.diffusion)["conditional_sample"].shadow.errors.values()) < 0.1
     assert torch.equal(results[5], results[1]) and results[4].dtype == torch.float32
     assert (results[4] - results[0]).norm() < 0.1 * results[0].norm()
+
+
+class Float32Output(nn.Module):
+    """A network whose prediction leaves autocast in float32, and so does a step's noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(17, 64), nn.Mish(), nn.Linear(64, 16))
+
+    def forward(self, sample, timestep, local_cond=None, global_cond=None):
+        step = torch.as_tensor(timestep).reshape(-1, 1).to(sample).expand(len(sample), 1) / 20
+        return self.layers(torch.cat([sample.flatten(1), step], 1)).view_as(sample).float()
+
+
+def test_noise_like_an_output_that_is_cast_under_autocast(device):
+    plain = original_policy(device, "DDPM")
+    torch.manual_seed(0)
+    plain.model = Float32Output().to(device)
+    fast = dpa.accelerate(copy.deepcopy(plain), fallback=False)
+    data, call = torch.zeros(2, 8, 2, device=device), torch.zeros(2, 4, device=device)
+
+    @torch.no_grad()
+    def act(policy, dtype=torch.bfloat16):
+        torch.manual_seed(7)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            return policy.conditional_sample(data, data.bool(), None, call)
+
+    wanted = act(plain, torch.float32)
+    near = relative_error(act(plain), wanted)
+    for _ in range(3):
+        assert relative_error(act(fast), wanted) < 2 * near + 1e-3
 
 
 def test_policies_are_copied_pickled_and_saved(tmp_path):

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from other_policies import ManiSkillAgent
 
 import dpa
+from dpa.packed.agreement import relative_error
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 SHAPE = (2, 8, 2)
@@ -85,3 +87,31 @@ def test_a_step(kind, default, device):
         return torch.stack([step.prev_sample for step in steps])
 
     check(call, default)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_loop_that_starts_in_the_default(default, device):
+    """Its start, and the result, are of another dtype, or there is none."""
+    torch.manual_seed(0)
+    seen = torch.randn(2, 2, 3, device=device)
+    plain = ManiSkillAgent().to(device).eval()
+    fast = dpa.accelerate(copy.deepcopy(plain))
+
+    def act(agent):
+        torch.manual_seed(7)
+        with torch.autocast(device.type, torch.bfloat16):
+            return agent.get_action(seen)
+
+    for _ in range(3):
+        assert relative_error(act(fast), act(plain)) < 0.05
+    default()
+    try:
+        wanted = act(plain)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            act(fast)
+        return
+    for _ in range(3):
+        got = act(fast)
+        assert got.dtype == wanted.dtype and relative_error(got, wanted) < 0.05

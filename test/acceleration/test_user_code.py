@@ -1,9 +1,11 @@
 """What the code of users' subclasses reads counts, wherever it is held, and changes later."""
 
+import contextvars
 import copy
 import functools
+import threading
 import warnings
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +176,52 @@ def test_a_change_counts_at_the_next_call(kind, change, device):
         torch.testing.assert_close(fast.model(*step), plain.model(*step), rtol=1e-4, atol=1e-4)
     assert (want - before[1]).abs().max() > 1e-2
     assert len(loop._routes) == 2 or kind == "network"  # what is the same again is not compared
+
+
+exec("values = [0.0]\ndef offset():\n    return values[0]", vars(imported))
+GUIDE, FLAG, CONTEXT = Guide(), threading.Event(), contextvars.ContextVar("context", default=0.0)
+SHOWN, GIVEN = {"offset": 0.0}, {"offset": 0.0}
+VIEW = MappingProxyType(SHOWN)
+
+
+def of_its_own():
+    return of_its_own.offset
+
+
+of_its_own.offset = 0.0
+INDIRECT = {  # how a loop reads a number, and how a user sets it
+    "an object's method": (lambda _: GUIDE.offset(), lambda x: setattr(GUIDE, "weight", x)),
+    "a flag": (lambda _: float(FLAG.is_set()), lambda x: FLAG.set() if x else FLAG.clear()),
+    "a function of a module": (
+        lambda _: imported.offset(),
+        lambda x: imported.values.__setitem__(0, x),
+    ),
+    "a context": (lambda _: CONTEXT.get(), CONTEXT.set),
+    "a view": (lambda _: VIEW["offset"], lambda x: SHOWN.update(offset=x)),
+    "a default": (lambda _, given=GIVEN: given["offset"], lambda x: GIVEN.update(offset=x)),
+    "a function's own": (lambda _: of_its_own(), lambda x: setattr(of_its_own, "offset", x)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", INDIRECT)
+def test_what_functions_lead_to(kind, device):
+    read, write = INDIRECT[kind]
+    plain, call = original_policy(device), call_of(device)
+    plain.__class__ = type("Indirect", (Policy,), {"offset": read})
+    plain.hold().layer = Offset()
+    plain.to(device)
+    fast = dpa.accelerate(copy.deepcopy(plain))
+    sampled(fast, call), sampled(fast, call)
+    loop = vars(fast)["conditional_sample"]
+    assert loop.shadow.passed(loop._routes[0])  # it runs accelerated
+    for value in (1.0, 0.0):
+        write(value)
+        for _ in range(2):
+            torch.testing.assert_close(
+                sampled(fast, call), sampled(plain, call), rtol=1e-4, atol=1e-4
+            )
+    assert len(loop._routes) == 2  # what is the same again is not compared
 
 
 @torch.no_grad()

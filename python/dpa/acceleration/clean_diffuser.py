@@ -314,7 +314,6 @@ def _loop(
         begin,
         end,
         table=table,
-        like_sample=True,
         needs=_OF_ALL | {has},
         knows=_KNOWS | known,
         changing=("model", *changing),  # in training; calls that use it are the original's

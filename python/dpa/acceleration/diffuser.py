@@ -96,7 +96,6 @@ DIFFUSER = Loop(
     _begin,
     _end,
     table=_table,
-    like_sample=True,
     no_grad=True,
     holders=(_Buffers,),
     needs=frozenset({"shape", "cond", "verbose"}),

@@ -97,7 +97,6 @@ DPPO = Loop(
     _begin,
     _end,
     table=_table,
-    like_sample=True,
     no_grad=True,
     needs=frozenset({"cond", "deterministic"}),
 )

@@ -17,6 +17,7 @@ from dpa.sampling.each_action import EachActionSampler
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.each_action import EachActionTable
+from dpa.tracking import OwnMode
 
 Sampler = DiffusionSampler | EachActionSampler
 NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
@@ -52,12 +53,45 @@ def make_sampler(
         horizon=horizon,
         action_dim=action_dim,
         fused=packed is not None,
-        noise_dtype=forward.weight.dtype if loop.like_sample else precision,
+        noise_dtype=precision,
         weights=forward.options.weights,
     )
     if packed is not None:
         sampler.packed = packed  # one copy of the weights for every sampler
     return sampler
+
+
+class NoiseDtypes(OwnMode):
+    """What the noise was sampled in that was sampled while it was last entered."""
+
+    def __enter__(self) -> NoiseDtypes:
+        """Note it from here on."""
+        self._noted: list[tuple[int, torch.dtype]] = []  # with numbers of elements
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note what an op that takes random numbers returns."""
+        result = func(*args, **kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor):
+            self._noted.append((result.numel(), result.dtype))
+        return result
+
+    def of_steps(self, starts: bool) -> torch.dtype | None:
+        """Return the dtype of the noise of a loop's steps; None where they have none.
+
+        Raises ValueError where they have several.
+
+        Args:
+            starts: whether the loop samples its start, before.
+
+        """
+        alike = [dtype for size, dtype in self._noted if size == self._noted[-1][0]]
+        dtypes = set(alike[1:] if starts else alike)
+        if len(dtypes) > 1:
+            raise ValueError("its steps have noise in several dtypes")
+        return next(iter(dtypes), None)
 
 
 def translate(forward: FastForward, call: LoopCall) -> None:

@@ -109,7 +109,6 @@ class Loop:
             the loop's :class:`dpa.schedulers.StepTable`.
         scaled: whether the loop calls the scheduler's ``scale_model_input``, and starts from noise
             times its ``init_noise_sigma``.
-        like_sample: whether a step's noise has the sample's dtype; else it has the output's.
         no_grad: whether the method runs without gradients whoever calls it.
         changing: names of attributes that calls change or leave aside, no settings of the loop.
         holders: places of further objects whose attributes are settings of the loop.
@@ -126,7 +125,6 @@ class Loop:
     steps: Place | None = "num_inference_steps"
     table: Callable[..., StepTable] | None = None
     scaled: bool = False
-    like_sample: bool = False
     no_grad: bool = False
     changing: tuple[str, ...] = ()
     holders: tuple[Place, ...] = ("config",)

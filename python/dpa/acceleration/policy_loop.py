@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from dpa.acceleration.any_network import AnyNetwork
-from dpa.acceleration.loop_samplers import NAMED, Sampler, is_nested, refusal, sample_of, translate
+from dpa.acceleration.loop_samplers import (
+    NAMED,
+    NoiseDtypes,
+    Sampler,
+    is_nested,
+    refusal,
+    sample_of,
+    translate,
+)
 from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
@@ -262,19 +270,24 @@ class FastLoop(Replacement):
         attributes = vars(self.policy)
         changing = {n: attributes[n] for n in self.loop.changing if n in attributes}
         after: dict[str, Any] = {}
+        # Noise like the network's output, or like the sample: under autocast that is another dtype.
+        mixed = forward.precision() != weight.dtype
+        noise = NoiseDtypes() if mixed else nullcontext()
 
         def original(own: torch.Generator | None) -> Any:
             again = bound.signature.bind(self.policy, *args, **kwargs)
             if own is not None:  # however the caller gave one, or none
                 again.arguments["generator"] = own
             attributes.update(changing)  # both begin with what the policy was
-            with forward.bypassing():
+            with forward.bypassing(), noise:
                 result = self.original(*again.args[1:], **again.kwargs)
             after.update({name: attributes[name] for name in changing})
             return result
 
         def replacement(own: torch.Generator | None) -> Any:
             attributes.update(changing)
+            if isinstance(noise, NoiseDtypes) and (seen := noise.of_steps(call.noise is None)):
+                route.sampler.noise_dtype = seen
             call.generator = own or given
             return self._run(route, call, bound)
 
@@ -429,11 +442,11 @@ def _dtypes(call: LoopCall) -> list[torch.dtype]:
 
 
 def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
-    """Return where a network computes, its weights' dtype, and autocast's."""
+    """Return where a network computes, its weights' dtype, autocast's, and the default one."""
     held, name = forward.home
     device, dtype = held[name].device, held[name].dtype
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return device, dtype, autocast
+    return device, dtype, autocast, torch.get_default_dtype()  # of a start by torch.randn
 
 
 def _run_again(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor | None:

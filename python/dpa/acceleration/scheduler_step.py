@@ -232,7 +232,10 @@ class _Table:
 
     def run(self, timestep: int, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the next sample, and the predicted x0."""
-        row, table = self.rows[timestep], self.table
+        row, table, kind = self.rows[timestep], self.table, call["sample"].device.type
+        if torch.is_autocast_enabled(kind):  # which leaves the original's arithmetic alone
+            with torch.autocast(kind, enabled=False):
+                return self.run(timestep, call)
         output, sample, noise = call["model_output"], call["sample"], call.get("variance_noise")
         if not table.draws_noise[row]:
             noise = None

@@ -252,7 +252,10 @@ class FastForward(Replacement, Denoiser):
         _, own, precision, trains = kind
         # Conditions are joined to an embedding: those that are no wider take its dtype.
         wide = any(x.dtype != own and promote_types(x.dtype, own) != own for x in given.values())
-        mixed = precision == own and (wide or sample.dtype != own)
+        if precision == own:
+            mixed = wide or sample.dtype != own
+        else:  # autocast leaves float64 alone
+            mixed = any(x.dtype == torch.float64 for x in (sample, *given.values()))
         exact = own if precision == own else None
         if mixed or not sample.is_floating_point() or not self._takes_local(sample, given, exact):
             return self.original(*args, **kwargs)  # which says what is wrong

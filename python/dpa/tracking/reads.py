@@ -7,9 +7,12 @@ code of its methods say which. These values are compared.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from contextvars import ContextVar
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,8 +21,11 @@ from torch import Tensor, nn
 from dpa.tracking.replacing import REPLACED, class_of
 from dpa.tracking.weights import version_of
 
-# Packages whose code is known: what it reads is compared as attributes.
-_KNOWN = frozenset({"torch", "dpa", "diffusers", "lerobot", "builtins"})
+# Packages whose code is known: what it reads is compared as attributes, or, of logging, changes no
+# result.
+_KNOWN = frozenset({"torch", "dpa", "diffusers", "lerobot", "builtins", "logging"})
+# Where packages are that nobody edits: their functions are not followed from other packages.
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NO_VALUES = (ModuleType, FunctionType, type)
 _WORDS = (int, float, bool, str, type(None))
 PLAIN = (*_WORDS, bytes, complex, torch.dtype, torch.device)
@@ -27,6 +33,7 @@ PLAIN = (*_WORDS, bytes, complex, torch.dtype, torch.device)
 _NOT_FOLLOWED = frozenset(
     {"__init__", "__new__", "__del__", "__repr__", "__str__", "__eq__", "__hash__"}
 )
+_MAPPINGS = (dict, MappingProxyType)
 _TENSORS = ("_buffers", "_parameters")
 _DEEPEST, _LONGEST = 4, 1000  # objects in objects, and the values of a container
 
@@ -66,12 +73,14 @@ class Reads:
         self._apart = {id(one) for one in apart}
         self._names: set[str] = set()
         self._functions: set[FunctionType] = set()
+        self._outside: list[Any] = []  # objects that functions name or have as defaults
         self._places: list[Callable[[], Any]] = []
         self._follow(set(methods))
         self._names -= but | REPLACED
         if self._functions:
             held = (*_TENSORS * tensors, *("_modules",) * modules)
             self._places += [*self._of_owner(), *self._of_class(), *self._in(held)]
+            self._places += self._of_functions()
         self._held: list[Any] = []  # what is compared by its id, which stays its own while it lives
         self._then = self._values(self._held)
 
@@ -97,11 +106,14 @@ class Reads:
 
     def _follow(self, names: set[str]) -> None:
         """Collect the names in the methods, and in those that they lead to."""
-        while names - self._names:
+        found = -1
+        while names - self._names or len(self._outside) > found:
             self._names |= names
+            found = len(self._outside)
             for function in _functions_of(class_of(self._owner), self._names):
                 names = names | self._take(function)
-            for one in self._objects(self._owner, 0):
+            outside = [inner for one in self._outside for inner in (one, *self._objects(one, 1))]
+            for one in (*self._objects(self._owner, 0), *outside):
                 if isinstance(one, FunctionType):
                     names = names | self._take(one)
                     continue
@@ -117,15 +129,33 @@ class Reads:
         outside = [(file[n], lambda n=n: file[n]) for n in sorted(names & file.keys())]
         for cell in function.__closure__ or ():
             outside.append((cell.cell_contents, lambda cell=cell: cell.cell_contents))
+        for place in ("__defaults__", "__kwdefaults__"):
+            given = getattr(function, place) or ()
+            if not all(type(one) in PLAIN for one in _inside(given)):
+                outside.append((given, lambda place=place: getattr(function, place)))
         for value, read in outside:
-            if isinstance(value, FunctionType):
-                if value.__module__ == function.__module__:
-                    names |= self._take(inspect.unwrap(value))
-            elif isinstance(value, ModuleType):
+            if isinstance(value, ModuleType):
+                own = vars(value)
+                called = [own[name] for name in sorted(names & own.keys())]
                 self._places += _of_module(value, names)
-            elif _is_value(value):
-                self._places.append(read)
+            else:
+                called = [value]
+                if _is_value(value):
+                    self._places.append(read)
+                    inner = _inside(value)
+                    within = [value] if inner is None else inner
+                    self._outside += [one for one in within if self._is_object(one)]
+            for one in called:
+                if isinstance(one, FunctionType) and _is_near(one, function):
+                    names |= self._take(inspect.unwrap(one))
         return names
+
+    def _of_functions(self) -> Iterator[Callable[[], Any]]:
+        for function in self._functions:
+            own = vars(function)
+            for name in sorted(self._names & own.keys()):
+                if _is_value(own[name]):
+                    yield lambda own=own, name=name: own[name]
 
     def _of_owner(self) -> Iterator[Callable[[], Any]]:
         own = vars(self._owner)
@@ -197,7 +227,7 @@ class Reads:
             return value
         inner = _inside(value)
         if inner is not None and depth <= _DEEPEST:
-            keys = list(value) if isinstance(value, dict) else None
+            keys = list(value) if isinstance(value, _MAPPINGS) else None
             return type(value), keys, [self._value(one, held, depth + 1) for one in inner]
         held.append(value)
         if isinstance(value, MethodType):
@@ -233,19 +263,23 @@ def frozen(value: Any, held: list[Any]) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
-    if isinstance(value, dict):
+    if isinstance(value, _MAPPINGS):
         return kind, [(frozen(key, held), frozen(inner, held)) for key, inner in value.items()]
     if isinstance(value, (list, tuple)):
         return kind, [frozen(inner, held) for inner in value]
     held.append(value)
-    return kind, id(value), version_of(value) if isinstance(value, Tensor) else None
+    state = version_of(value) if isinstance(value, Tensor) else None
+    if isinstance(value, ContextVar):
+        with contextlib.suppress(LookupError):  # it has no value here
+            state = frozen(value.get(), held)
+    return kind, id(value), state
 
 
 def _inside(value: Any) -> list[Any] | None:
     """Return what a container holds, or None for what is none."""
-    if not isinstance(value, (dict, list, tuple)) or len(value) > _LONGEST:
+    if not isinstance(value, (*_MAPPINGS, list, tuple)) or len(value) > _LONGEST:
         return None
-    return list(value.values() if isinstance(value, dict) else value)
+    return list(value.values() if isinstance(value, _MAPPINGS) else value)
 
 
 def _foreign(kind: type) -> list[type]:
@@ -255,6 +289,13 @@ def _foreign(kind: type) -> list[type]:
 
 def _is_foreign(function: FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] not in _KNOWN
+
+
+def _is_near(function: FunctionType, caller: FunctionType) -> bool:
+    """Whether a function that another one calls is of its package, or of no installed one."""
+    packages = {(one.__module__ or "").partition(".")[0] for one in (function, caller)}
+    installed = function.__code__.co_filename.startswith(_INSTALLED)
+    return len(packages) == 1 or (_is_foreign(function) and not installed)
 
 
 def _is_value(value: Any) -> bool:
