@@ -99,6 +99,12 @@ __device__ __forceinline__ float4 load_shared(uint32_t address) {
   return value;
 }
 
+// 16 bytes in one instruction. Of an assignment nvcc makes four where a branch is near.
+__device__ __forceinline__ void store_global_16(void* address, const uint4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Message words between blocks of one grid: not cached in L1, not reordered with accesses to the same word. The pointer's
 // type is the caller's, or void: the compiler's code for addresses depends on it.
 __device__ __forceinline__ uint2 load_message(const uint32_t* address) {

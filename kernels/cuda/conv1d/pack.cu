@@ -1,16 +1,17 @@
 // Weights in the layout that the convolutions read.
 //
 // pack_weights    (d0, d1, taps) -> (taps, d0, d1 padded), several weights: a block takes neighbouring columns (j, k)
-//                 of one row i at a time, reads them side by side and writes each tap's side by side, eight channels a
+//                 of one row i at a time, reads them side by side and writes each tap's side by side, 16 bytes a
 //                 thread; without padding, of as many pairs (i, j) as fit (pack_pairs)
 //                 or to (taps, d1, d0 padded): a block takes all taps of some columns j of 32 rows i, and writes each
-//                 (k, j)'s rows side by side, one a lane
+//                 (k, j)'s rows side by side, four a thread
 //                 In two parts: those rounded to tf32, and what the rounding has left
 // detect_changes  a block compares elements of a weight (plans/conv1d/changes.h) with what they were, a thread every
 //                 1024th
 #include <algorithm>
 
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/vectors.cuh"
 #include "kernels/cuda/conv1d/conv1d.h"
 #include "kernels/cuda/conv1d/launch.cuh"
 #include "kernels/plans/conv1d/changes.h"
@@ -24,31 +25,31 @@ __device__ float first_part(float x) {
   return __uint_as_float(bits);
 }
 
-// Stores elements of a weight, each at one place of `to`; or in parts, `plane` apart.
-template <class T, int kCount>
-__device__ void store_parts(T* to, Vector<T, kCount> values, int parts, int64_t plane) {
+// Stores elements of a weight side by side; or in parts, `plane` apart.
+template <class T>
+__device__ void store_parts(T* to, Vector<T, kVector<T>> values, int parts, int64_t plane) {
   if constexpr (std::is_same_v<T, float>) {
     if (parts == 2) {
-      Vector<T, kCount> second;
+      Vector<T, kVector<T>> second;
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) {
+      for (int e = 0; e < kVector<T>; ++e) {
         const float first = first_part(values.data[e]);
         second.data[e] = values.data[e] - first, values.data[e] = first;
       }
-      *reinterpret_cast<Vector<T, kCount>*>(to + plane) = second;
+      ptx::store_global_16(to + plane, reinterpret_cast<const uint4&>(second));
     }
   }
-  *reinterpret_cast<Vector<T, kCount>*>(to) = values;
+  ptx::store_global_16(to, reinterpret_cast<const uint4&>(values));
 }
 
 constexpr int kPackThreads = 128;
 constexpr int kPackElements = 2048;  // of a block's piece: all taps of as many channels j as fit, a multiple of 8
 
 template <class S, class T>
-__device__ void pack_piece(const Packing& packing, int64_t row_length, int channels, int64_t index, T* piece) {
+__device__ void pack_piece(const Packing& packing, int64_t row_length, int channels, unsigned index, T* piece) {
   const int64_t d0 = packing.d0, d1 = packing.d1, columns = max(packing.of, d1);
   const int taps = packing.taps;
-  const int64_t pieces = (row_length + channels - 1) / channels;
+  const unsigned pieces = (static_cast<unsigned>(row_length) + channels - 1) / channels;
   const int64_t i = index / pieces, first = index % pieces * channels;
   const int read = static_cast<int>(min(int64_t{channels}, d1 - first)) * taps;
   const S* from = static_cast<const S*>(packing.weight) + (i * columns + first) * taps;
@@ -63,52 +64,55 @@ __device__ void pack_piece(const Packing& packing, int64_t row_length, int chann
     for (int e = threadIdx.x; e < read; e += kPackThreads) piece[e] = narrow<T>(widen(from[e]));
   }
   __syncthreads();
-  const int eights = static_cast<int>(min(int64_t{channels}, row_length - first)) / 8;
-  for (int n = threadIdx.x; n < eights * taps; n += kPackThreads) {
-    const int k = n / eights, j = n % eights * 8;
-    Vector<T, 8> eight;
+  const unsigned vectors = static_cast<unsigned>(min(int64_t{channels}, row_length - first)) / kVector<T>;
+  T* const to = static_cast<T*>(packing.packed) + i * row_length + first;
+  for (unsigned n = threadIdx.x; n < vectors * taps; n += kPackThreads) {
+    const int k = n / vectors, j = n % vectors * kVector<T>;
+    Vector<T, kVector<T>> vector;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) eight.data[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
-    store_parts<T, 8>(static_cast<T*>(packing.packed) + (k * d0 + i) * row_length + first + j, eight, packing.parts,
-                      taps * d0 * row_length);
+    for (int e = 0; e < kVector<T>; ++e)
+      vector.data[e] = (j + e) * taps < read ? piece[(j + e) * taps + k] : narrow<T>(0);
+    store_parts(to + k * d0 * row_length + j, vector, packing.parts, taps * d0 * row_length);
   }
   __syncthreads();
 }
 
-constexpr int kFlatVectors = 2;  // of eight elements, a thread of a piece of one tap
+constexpr int kFlatElements = 16;  // of a thread, in a piece of one tap
 
 // One tap: rows are copied as they lie, whatever their length.
 template <class S, class T>
 __device__ void pack_flat(const Packing& packing, int64_t row_length, int64_t index) {
-  const unsigned eights = static_cast<unsigned>(row_length / 8);
-  const int64_t d1 = packing.d1, columns = max(packing.of, d1), count = packing.d0 * eights;
+  constexpr int kVectors = kFlatElements / kVector<T>, kFours = kVector<T> / 4;
+  const unsigned across = static_cast<unsigned>(row_length / kVector<T>);
+  const int64_t d1 = packing.d1, columns = max(packing.of, d1), count = packing.d0 * across;
   const S* const weight = static_cast<const S*>(packing.weight);
   const bool fours = d1 % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(weight) % sizeof(Vector<S, 4>) == 0;
-  Vector<S, 4> from[kFlatVectors][2] = {};
+  Vector<S, 4> from[kVectors][kFours] = {};
 #pragma unroll
-  for (int u = 0; u < kFlatVectors; ++u) {
-    const int64_t n = (index * kFlatVectors + u) * kPackThreads + threadIdx.x;
-    const int64_t i = n / eights, j = n % eights * 8;
+  for (int u = 0; u < kVectors; ++u) {
+    const int64_t n = (index * kVectors + u) * kPackThreads + threadIdx.x;
+    const int64_t i = n / across, j = n % across * kVector<T>;
     if (n >= count) continue;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t first = j + half * 4;
+    for (int four = 0; four < kFours; ++four) {
+      const int64_t first = j + four * 4;
       if (fours) {
-        if (first < d1) from[u][half] = *reinterpret_cast<const Vector<S, 4>*>(weight + i * columns + first);
+        if (first < d1) from[u][four] = *reinterpret_cast<const Vector<S, 4>*>(weight + i * columns + first);
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (first + e < d1) from[u][half].data[e] = weight[i * columns + first + e];
+          if (first + e < d1) from[u][four].data[e] = weight[i * columns + first + e];
       }
     }
   }
 #pragma unroll
-  for (int u = 0; u < kFlatVectors; ++u) {
-    const int64_t n = (index * kFlatVectors + u) * kPackThreads + threadIdx.x;
-    Vector<T, 8> eight;
+  for (int u = 0; u < kVectors; ++u) {
+    const int64_t n = (index * kVectors + u) * kPackThreads + threadIdx.x;
+    Vector<T, kVector<T>> vector;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) eight.data[e] = narrow<T>(widen(from[u][e / 4].data[e % 4]));
-    if (n < count) store_parts<T, 8>(static_cast<T*>(packing.packed) + n * 8, eight, packing.parts, count * 8);
+    for (int e = 0; e < kVector<T>; ++e) vector.data[e] = narrow<T>(widen(from[u][e / 4].data[e % 4]));
+    if (n < count)
+      store_parts(static_cast<T*>(packing.packed) + n * kVector<T>, vector, packing.parts, count * kVector<T>);
   }
 }
 
@@ -130,9 +134,9 @@ __global__ void __launch_bounds__(kPackThreads)
   for (int w = 0; w < packings.count; ++w) {
     if (!wanted[w]) continue;
     for (; index < pieces.count[w]; index += gridDim.x)
-      pieces.channels[w] > 0
-          ? pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w], index, piece)
-          : pack_flat<S, T>(packings.each[w], pieces.row_length[w], index);
+      pieces.channels[w] > 0 ? pack_piece<S, T>(packings.each[w], pieces.row_length[w], pieces.channels[w],
+                                                static_cast<unsigned>(index), piece)
+                             : pack_flat<S, T>(packings.each[w], pieces.row_length[w], index);
     index -= pieces.count[w];
   }
 }
@@ -207,49 +211,60 @@ __global__ void __launch_bounds__(kPackThreads, 8)
   }
 }
 
-// Of a piece: rows i, and columns (j, k), all taps of some channels j.
-constexpr int kTransposedRows = 32, kTransposedColumns = 40, kTransposedThreads = 256;
-constexpr int kTransposedElements = kTransposedRows * kTransposedColumns / kTransposedThreads;  // of a thread
+// Of a piece: 32 rows i, and columns (j, k), all taps of some channels j. A thread loads four columns of a row, which it
+// holds while the piece before is stored, and stores four rows of a column. A warp loads eight columns of 16 rows: to
+// shared memory, a row of it a column, without bank conflicts.
+constexpr int kTransposedRows = 32, kTransposedColumns = 40, kTransposedThreads = 320, kTransposedBlocks = 5;
+constexpr int kTransposedPitch = kTransposedRows + 4;
 
 // Pieces in the same turn.
-__global__ void __launch_bounds__(kTransposedThreads)
+__global__ void __launch_bounds__(kTransposedThreads, kTransposedBlocks)
     pack_transposed(const __grid_constant__ Packings packings, const __grid_constant__ Pieces pieces) {
-  __shared__ float piece[kTransposedRows][kTransposedColumns + 1];
+  __shared__ alignas(16) float piece[kTransposedColumns][kTransposedPitch];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int from_row = warp % 2 * 16 + lane / 2, from_column = warp / 2 * 8 + lane % 2 * 4;
+  const int to_row = lane % 8 * 4, to_column = warp * 4 + lane / 8;
   grid_dependency_sync();
-  int64_t next = blockIdx.x;
+  unsigned next = blockIdx.x;
   for (int w = 0; w < packings.count; ++w) {
     const Packing& packing = packings.each[w];
     const int d0 = static_cast<int>(packing.d0), d1 = static_cast<int>(packing.d1), taps = packing.taps;
     const int width = static_cast<int>(pieces.row_length[w]), channels = pieces.channels[w];
-    const unsigned across = (d1 + channels - 1) / channels;
-    const float* const weight = static_cast<const float*>(packing.weight);
-    float* const packed = static_cast<float*>(packing.packed);
-    for (; next < pieces.count[w]; next += gridDim.x) {
-      const unsigned index = static_cast<unsigned>(next);
-      const int first = index % across * channels, i0 = index / across * kTransposedRows;
-      const int columns = min(channels, d1 - first) * taps;
+    const unsigned count = static_cast<unsigned>(pieces.count[w]), across = (d1 + channels - 1) / channels;
+    const bool fours = d1 % 4 == 0 && channels % 4 == 0 && reinterpret_cast<uintptr_t>(packing.weight) % 16 == 0;
+    const int64_t row = int64_t{d1} * taps, plane = row * width;
+    const float* const from = static_cast<const float*>(packing.weight) + from_row * row + from_column;
+    float* const to = static_cast<float*>(packing.packed) +
+                      (static_cast<int64_t>(to_column % taps) * d1 + to_column / taps) * width + to_row;
+    Vector<float, 4> held;
+    int first, i0;  // of what is held
+    const auto load = [&](unsigned index) {
+      first = index % across * channels, i0 = index / across * kTransposedRows;
+      held = {};
+      const int columns = min(channels, d1 - first) * taps - from_column;
+      if (i0 + from_row >= d0 || columns <= 0) return;
+      const float* const four = from + (i0 * row + first * taps);
+      if (fours) {
+        held = *reinterpret_cast<const Vector<float, 4>*>(four);
+      } else {
 #pragma unroll
-      for (int n = 0; n < kTransposedElements; ++n) {
-        const int element = n * kTransposedThreads + threadIdx.x;
-        const int i = i0 + element / kTransposedColumns, column = element % kTransposedColumns;
-        const bool there = i < d0 && column < columns;
-        piece[element / kTransposedColumns][column] =
-            there ? weight[(static_cast<int64_t>(i) * d1 + first) * taps + column] : 0.f;
+        for (int e = 0; e < 4; ++e)
+          if (e < columns) held.data[e] = four[e];
       }
+    };
+    if (next < count) load(next);
+    for (; next < count; next += gridDim.x) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) piece[from_column + e][from_row] = held.data[e];
+      const bool there = i0 + to_row < width && to_column < min(channels, d1 - first) * taps;
+      float* const rows = to + (static_cast<int64_t>(first) * width + i0);
       __syncthreads();
-#pragma unroll
-      for (int n = 0; n < kTransposedElements; ++n) {
-        const int element = n * kTransposedThreads + threadIdx.x;
-        const int i = i0 + element % kTransposedRows, column = element / kTransposedRows;
-        const int j = first + column / taps, k = column % taps;
-        if (i < width && column < columns)
-          store_parts<float, 1>(packed + (static_cast<int64_t>(k) * d1 + j) * width + i,
-                                {piece[element % kTransposedRows][column]}, packing.parts,
-                                static_cast<int64_t>(taps) * d1 * width);
-      }
+      if (next + gridDim.x < count) load(next + gridDim.x);
+      if (there)
+        store_parts(rows, *reinterpret_cast<const Vector<float, 4>*>(&piece[to_column][to_row]), packing.parts, plane);
       __syncthreads();
     }
-    next -= pieces.count[w];
+    next -= count;
   }
 }
 
@@ -283,12 +298,13 @@ cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t strea
     const Packing& packing = packings.each[n];
     if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
     pieces.row_length[n] = padded(packing.d0);
-    pieces.channels[n] = kTransposedColumns / packing.taps;
+    const int most = kTransposedColumns / packing.taps;
+    pieces.channels[n] = most > 4 ? most / 4 * 4 : most;  // whole vectors
     pieces.count[n] = (packing.d0 + kTransposedRows - 1) / kTransposedRows *
                       ((packing.d1 + pieces.channels[n] - 1) / pieces.channels[n]);
     pieces.total += pieces.count[n];
   }
-  const int64_t blocks = multiprocessors() * 8;  // as many as are resident at once
+  const int64_t blocks = multiprocessors() * kTransposedBlocks;
   return launch_dependent(pack_transposed, grid_for(std::min(pieces.total, blocks), 1), kTransposedThreads, stream,
                           packings, pieces);
 }
@@ -335,7 +351,7 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
     pieces.count[n] = packing.d0 * ((pieces.row_length[n] + pieces.channels[n] - 1) / pieces.channels[n]);
     if (packing.taps == 1) {
       pieces.channels[n] = 0;
-      constexpr int kElements = kFlatVectors * kPackThreads * 8;
+      constexpr int kElements = kFlatElements * kPackThreads;
       pieces.count[n] = (packing.d0 * pieces.row_length[n] + kElements - 1) / kElements;
     }
     pieces.total += pieces.count[n];
@@ -345,7 +361,7 @@ cudaError_t pack_weights(DType source_dtype, DType dtype, const Packings& packin
     const auto kernel = source_dtype == DType::kFloat32 ? pack<float, T> : pack<T, T>;
     // As many as are resident at once; few where perhaps nothing is to be done, and where others begin meanwhile: of 16
     // bits these are the weights of FiLM, beside which the timestep is embedded.
-    const int64_t blocks = multiprocessors() * (packings.wanted ? 8 : dtype == DType::kFloat32 ? 16 : 4);
+    const int64_t blocks = multiprocessors() * (packings.wanted ? 8 : dtype == DType::kFloat32 ? 12 : 4);
     return launch_dependent(kernel, grid_for(std::min(pieces.total, blocks), 1), kPackThreads, stream, packings,
                             pieces);
   });
