@@ -236,7 +236,7 @@ class Walk {
     }
     for (int k = 0; k < launch.count; ++k)
       if (launch.convs[k].deferred)
-        C10_CUDA_CHECK(conv2d::launch_normalise(dtype_, launch.convs[k], epoch(), 2 * launches_.device.multiprocessors,
+        C10_CUDA_CHECK(conv2d::launch_normalise(dtype_, launch.convs[k], epoch(), 3 * launches_.device.multiprocessors,
                                                 /*dependent=*/true, stream_));
     return count;
   }

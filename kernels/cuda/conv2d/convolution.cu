@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     normalise_kernel(const __grid_constant__ Conv conv, const uint32_t* epoch) {
 #if __CUDA_ARCH__ >= 800
   device::dependency_trigger();

@@ -214,45 +214,55 @@ DPA_DEVICE void spatial_softmax(const Pool& p) {
   }
 }
 
-// In place: raw values and the moments of all tiles, to what `Conv` says. A block takes a run of rows; loads of a few are
-// under way at once.
+// In place: raw values and the moments of all tiles, to what `Conv` says. A block takes a run of rows, a thread a piece of a
+// few of them, and loads the next ones before: the first ones while the factors of the sample's groups are made.
 template <class T>
 DPA_DEVICE void normalise(const Conv& v, uint32_t flag) {
-  constexpr int kTogether = 4;
+  constexpr int kTogether = 2;
   const RowShare share(v.out_pieces);
-  const int rows = max(kLeastRows, (v.batch_rows + blocks() - 1) / blocks());
+  const int rows = max(kLeastRows, (v.batch_rows + blocks() - 1) / blocks()), step = kTogether * share.height;
   const int end = min((block() + 1) * rows, v.batch_rows);
+  const bool takes_part = share.row < share.height;
+  uint4 raw[kTogether], more[kTogether];
 #pragma unroll 1
   for (int first = block() * rows, last; first < end; first = last) {
     const int n = first / v.sample_rows;
     last = min(end, (n + 1) * v.sample_rows);
+    const auto at = [&](const void* base, int row, int piece) {
+      return reinterpret_cast<uint4*>(const_cast<void*>(base)) + int64_t{row} * v.out_pieces + piece;
+    };
+    const auto load = [&](int begin, int piece) {
+#pragma unroll
+      for (int k = 0; k < kTogether; k++) {
+        const int row = begin + k * share.height;
+        raw[k] = row < last ? load_16(at(v.out, row, piece)) : make_uint4(0, 0, 0, 0);
+        more[k] = v.residual && row < last ? load_16(at(v.residual, row, piece)) : make_uint4(0, 0, 0, 0);
+      }
+    };
+    if (takes_part) load(first + share.row, share.first_piece());
     make_group_factors(v, n, flag);
-    if (share.row >= share.height) continue;
+    if (!takes_part) continue;
 #pragma unroll 1
     for (int piece = share.first_piece(); piece < v.out_pieces; piece += share.width) {
       const Normalisation<T> normalisation(v, piece);
-      const auto at = [&](const void* base, int row) {
-        return reinterpret_cast<uint4*>(const_cast<void*>(base)) + int64_t{row} * v.out_pieces + piece;
-      };
 #pragma unroll 1
-      for (int begin = first + share.row; begin < last; begin += kTogether * share.height) {
-        uint4 raw[kTogether], more[kTogether];
+      for (int begin = first + share.row; begin < last; begin += step) {
+        uint4 values[kTogether], residuals[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; k++) values[k] = raw[k], residuals[k] = more[k];
+        if (begin + step < last)
+          load(begin + step, piece);
+        else if (piece + share.width < v.out_pieces)
+          load(first + share.row, piece + share.width);
 #pragma unroll
         for (int k = 0; k < kTogether; k++) {
-          const int row = begin + k * share.height;
-          raw[k] = row < last ? load_16(at(v.out, row)) : make_uint4(0, 0, 0, 0);
-          more[k] = v.residual && row < last ? load_16(at(v.residual, row)) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int k = 0; k < kTogether; k++) {
-          const int row = begin + k * share.height;
           float x[T::kElements], y[T::kElements];
-          widen<T>(raw[k], x), widen<T>(more[k], y);
+          widen<T>(values[k], x), widen<T>(residuals[k], y);
           normalisation.apply(x);
 #pragma unroll
           for (int e = 0; e < T::kElements; e++) x[e] += y[e];
           if (v.relu) rectify<T>(x);
-          if (row < last) store_16(at(v.out, row), narrow<T>(x));
+          if (const int row = begin + k * share.height; row < last) store_16(at(v.out, row, piece), narrow<T>(x));
         }
       }
     }
