@@ -3,7 +3,6 @@
 import contextvars
 import copy
 import functools
-import threading
 import warnings
 from types import MappingProxyType, ModuleType, SimpleNamespace
 
@@ -178,34 +177,17 @@ def test_a_change_counts_at_the_next_call(kind, change, device):
     assert len(loop._routes) == 2 or kind == "network"  # what is the same again is not compared
 
 
-exec("values = [0.0]\ndef offset():\n    return values[0]", vars(imported))
-GUIDE, FLAG, CONTEXT = Guide(), threading.Event(), contextvars.ContextVar("context", default=0.0)
-SHOWN, GIVEN = {"offset": 0.0}, {"offset": 0.0}
+CONTEXT, SHOWN = contextvars.ContextVar("context", default=0.0), {"offset": 0.0}
 VIEW = MappingProxyType(SHOWN)
-
-
-def of_its_own():
-    return of_its_own.offset
-
-
-of_its_own.offset = 0.0
 INDIRECT = {  # how a loop reads a number, and how a user sets it
-    "an object's method": (lambda _: GUIDE.offset(), lambda x: setattr(GUIDE, "weight", x)),
-    "a flag": (lambda _: float(FLAG.is_set()), lambda x: FLAG.set() if x else FLAG.clear()),
-    "a function of a module": (
-        lambda _: imported.offset(),
-        lambda x: imported.values.__setitem__(0, x),
-    ),
     "a context": (lambda _: CONTEXT.get(), CONTEXT.set),
     "a view": (lambda _: VIEW["offset"], lambda x: SHOWN.update(offset=x)),
-    "a default": (lambda _, given=GIVEN: given["offset"], lambda x: GIVEN.update(offset=x)),
-    "a function's own": (lambda _: of_its_own(), lambda x: setattr(of_its_own, "offset", x)),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", INDIRECT)
-def test_what_functions_lead_to(kind, device):
+def test_contexts_and_views(kind, device):
     read, write = INDIRECT[kind]
     plain, call = original_policy(device), call_of(device)
     plain.__class__ = type("Indirect", (Policy,), {"offset": read})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -24,8 +23,6 @@ from dpa.tracking.weights import version_of
 # Packages whose code is known: what it reads is compared as attributes, or, of logging, changes no
 # result.
 _KNOWN = frozenset({"torch", "dpa", "diffusers", "lerobot", "builtins", "logging"})
-# Where packages are that nobody edits: their functions are not followed from other packages.
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NO_VALUES = (ModuleType, FunctionType, type)
 _WORDS = (int, float, bool, str, type(None))
 PLAIN = (*_WORDS, bytes, complex, torch.dtype, torch.device)
@@ -73,14 +70,12 @@ class Reads:
         self._apart = {id(one) for one in apart}
         self._names: set[str] = set()
         self._functions: set[FunctionType] = set()
-        self._outside: list[Any] = []  # objects that functions name or have as defaults
         self._places: list[Callable[[], Any]] = []
         self._follow(set(methods))
         self._names -= but | REPLACED
         if self._functions:
             held = (*_TENSORS * tensors, *("_modules",) * modules)
             self._places += [*self._of_owner(), *self._of_class(), *self._in(held)]
-            self._places += self._of_functions()
         self._held: list[Any] = []  # what is compared by its id, which stays its own while it lives
         self._then = self._values(self._held)
 
@@ -106,14 +101,11 @@ class Reads:
 
     def _follow(self, names: set[str]) -> None:
         """Collect the names in the methods, and in those that they lead to."""
-        found = -1
-        while names - self._names or len(self._outside) > found:
+        while names - self._names:
             self._names |= names
-            found = len(self._outside)
             for function in _functions_of(class_of(self._owner), self._names):
                 names = names | self._take(function)
-            outside = [inner for one in self._outside for inner in (one, *self._objects(one, 1))]
-            for one in (*self._objects(self._owner, 0), *outside):
+            for one in self._objects(self._owner, 0):
                 if isinstance(one, FunctionType):
                     names = names | self._take(one)
                     continue
@@ -129,33 +121,15 @@ class Reads:
         outside = [(file[n], lambda n=n: file[n]) for n in sorted(names & file.keys())]
         for cell in function.__closure__ or ():
             outside.append((cell.cell_contents, lambda cell=cell: cell.cell_contents))
-        for place in ("__defaults__", "__kwdefaults__"):
-            given = getattr(function, place) or ()
-            if not all(type(one) in PLAIN for one in _inside(given)):
-                outside.append((given, lambda place=place: getattr(function, place)))
         for value, read in outside:
-            if isinstance(value, ModuleType):
-                own = vars(value)
-                called = [own[name] for name in sorted(names & own.keys())]
+            if isinstance(value, FunctionType):
+                if value.__module__ == function.__module__:
+                    names |= self._take(inspect.unwrap(value))
+            elif isinstance(value, ModuleType):
                 self._places += _of_module(value, names)
-            else:
-                called = [value]
-                if _is_value(value):
-                    self._places.append(read)
-                    inner = _inside(value)
-                    within = [value] if inner is None else inner
-                    self._outside += [one for one in within if self._is_object(one)]
-            for one in called:
-                if isinstance(one, FunctionType) and _is_near(one, function):
-                    names |= self._take(inspect.unwrap(one))
+            elif _is_value(value):
+                self._places.append(read)
         return names
-
-    def _of_functions(self) -> Iterator[Callable[[], Any]]:
-        for function in self._functions:
-            own = vars(function)
-            for name in sorted(self._names & own.keys()):
-                if _is_value(own[name]):
-                    yield lambda own=own, name=name: own[name]
 
     def _of_owner(self) -> Iterator[Callable[[], Any]]:
         own = vars(self._owner)
@@ -289,13 +263,6 @@ def _foreign(kind: type) -> list[type]:
 
 def _is_foreign(function: FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] not in _KNOWN
-
-
-def _is_near(function: FunctionType, caller: FunctionType) -> bool:
-    """Whether a function that another one calls is of its package, or of no installed one."""
-    packages = {(one.__module__ or "").partition(".")[0] for one in (function, caller)}
-    installed = function.__code__.co_filename.startswith(_INSTALLED)
-    return len(packages) == 1 or (_is_foreign(function) and not installed)
 
 
 def _is_value(value: Any) -> bool:
