@@ -261,6 +261,9 @@ def test_images_in_the_range_of_bytes():
     assert not replaced_forward(encoder).shadow.errors
     encoder((right - 0.1) / 0.01)  # of a small deviation
     assert replaced_forward(encoder).shadow.errors
+    dark = right.new_zeros(2, 3, 64, 64)
+    dark[..., 5, 7] = 1.0  # which a mean of 1/4096 and a deviation of 1/64 make -1/64 to 64
+    encoder((dark - dark.mean()) / dark.std())
 
 
 @torch.no_grad()

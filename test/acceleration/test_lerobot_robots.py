@@ -157,7 +157,7 @@ def test_a_robot_is_driven_with_the_plugin_absent_present_and_off(
     capfd.readouterr()
     assert drives("present")
     printed = "".join(capfd.readouterr())
-    assert printed.count("DiffusionPolicy runs accelerated: loop, U-Net") == 1
+    assert printed.count("DiffusionPolicy runs accelerated: loop, encoder, U-Net") == 1
     assert is_fast(made[-1])
     assert largest_error(made[-1]) < 1e-4
     unload_plugin()
@@ -373,7 +373,7 @@ def test_the_server_in_a_process_of_its_own(by, checkpoint, plugin, tmp_path, mo
             server.kill()
             server.wait()
     said = (tmp_path / "printed").read_text()
-    assert said.count("DiffusionPolicy runs accelerated: loop, U-Net") == fast, said
+    assert said.count("DiffusionPolicy runs accelerated: loop, encoder, U-Net") == fast, said
     check_chunks(chunks, fast)
     if by == "continuing":
         assert torch.equal(chunks[1][0].get_action(), chunks[0][2].get_action())

@@ -12,6 +12,7 @@ import fit_lerobot
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from dpa.cli.app import app
@@ -197,10 +198,26 @@ def test_what_is_refused(pusht_policy, tmp_path):
     assert "--mode must be left out" in error(pusht_policy, *env, "--plain", "--mode", "loop")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((pusht_policy / name).read_bytes())
-    assert "saved before LeRobot 0.4" in error(tmp_path, *env)
-    (tmp_path / "policy_preprocessor.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
+    assert "no policy_preprocessor.json: save the processors beside it" in error(tmp_path, *env)
+    weights, config = (tmp_path / name for name in ("model.safetensors", "config.json"))
+    save_file({"normalize_inputs.buffer_observation_state.mean": torch.zeros(2)}, weights)
+    assert "before LeRobot 0.4; python -m lerobot.processor.migrate" in error(tmp_path, *env)
+    for name in ("preprocessor", "postprocessor"):
+        (tmp_path / f"policy_{name}.json").write_text(
+            '{"steps": [{"state_file": "mean.safetensors"}]}'
+        )
+    assert "mean.safetensors: there is no such file, which policy_pre" in error(tmp_path, *env)
+    (tmp_path / "mean.safetensors").touch()
+    assert "LeRobot cannot load it: Error(s) in loading state_dict for DiffusionPolicy: " in error(
+        tmp_path, *env
+    )
+    weights.write_bytes(b"\x00" * 100)
     assert "LeRobot cannot load it: Error while deserializing" in error(tmp_path, *env)
+    read = config.read_text()
+    config.write_text(read.replace('"type": "diffusion"', '"type": "act"'))
+    assert "its policy must be of type diffusion, got act" in error(tmp_path, *env)
+    config.write_text(read.replace('"DDIM"', '"Euler"').replace('"DDPM"', '"Euler"'))
+    assert "Euler" in error(tmp_path, *env)
 
 
 def test_observations_under_lerobots_names():

@@ -207,7 +207,14 @@ class _Hook:
                 raise
             self.say(f"dpa: {name} runs as it is: {str(error).removeprefix('accelerate: ')}")
             return
-        parts = ", ".join(dict.fromkeys(f.part for f in explain(policy).findings if f.active))
+        modes = [(module, module.training) for module in getattr(policy, "modules", tuple)()]
+        try:  # what runs in evaluation
+            for module, _ in modes:
+                module.training = False
+            parts = ", ".join(dict.fromkeys(f.part for f in explain(policy).findings if f.active))
+        finally:
+            for module, training in modes:
+                module.training = training
         dtype = self.options.get("dtype")
         weights = "" if dtype is None else f" on {str(dtype).removeprefix('torch.')} weights"
         self.say(f"dpa: {name} runs accelerated: {parts}{weights} ({_SWITCH}=0: as it is)")

@@ -174,13 +174,15 @@ class FastEncoder(Replacement):
     def _check_range(self, images: Tensor) -> None:
         """Raise for bytes that were not divided, in what a network for colours is given.
 
-        Colours from 0 to 1 lie on both sides of 0 where a normalisation makes them large; from 0 to
-        255 they do not. Reading them takes the host's time, so the first call of a kind does it.
+        Colours from 0 to 1 lie on both sides of 0 where a normalisation makes them large. Those of
+        a dark camera lie little below it, and are at most the inverse of their deviation, some
+        hundreds; colours from 0 to 255 are neither. Reading them takes the host's time, so the
+        first call of a kind does it.
         """
         if images.shape[1] != 3 or not images.numel():
             return
         low, high = (float(end) for end in torch.aminmax(images))
         rule = "be in the range that it was trained on, such as 0 to 1"
         got = f"{low:g} to {high:g}: divide them by 255 (or accelerate with encoders=False)"
-        holds = not (32 < high < math.inf and low > -high / 64)
+        holds = not (32 < high < math.inf and low > -high / 64 and (low >= 0 or high > 256))
         require(holds, f"dpa: images for {name_of(self.encoder)}", rule, got)

@@ -26,9 +26,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
+        read = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no JSON object: {error}") from None
+    if not isinstance(read, dict):
+        raise CheckpointError(f"{path}: is no JSON object: it holds a {type(read).__name__}")
+    return read
 
 
 def _refuse_altered_archive(path: Path) -> None:

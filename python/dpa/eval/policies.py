@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpa.checkpoints.files import read_config, read_file
 from dpa.library.checks import first_line
 
 
@@ -54,7 +55,7 @@ class LeRobotPolicy:
                 self.policy = DiffusionPolicy.from_pretrained(folder, config=config, strict=True)
             self._before, self._after = _processors(folder, device)
         except Exception as error:  # of any class: configuration, weights and processors raise
-            raise ValueError(f"{folder}: LeRobot cannot load it: {first_line(error)}") from error
+            raise ValueError(f"{folder}: LeRobot cannot load it: {_reason(error)}") from error
         self.device = device
         self.inputs = {name: tuple(f.shape) for name, f in config.input_features.items()}
         if num_inference_steps is not None:
@@ -98,11 +99,37 @@ def _check(folder: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: there is no such file")
-    if not (folder / "policy_preprocessor.json").is_file():
-        raise ValueError(
-            f"{folder}: has no policy_preprocessor.json: it was saved before LeRobot 0.4; "
-            "python -m lerobot.processor.migrate_policy_normalization brings it up to date"
+    kind = read_config(folder / "config.json").get("type", "diffusion")
+    if kind != "diffusion":
+        raise ValueError(f"{folder}: its policy must be of type diffusion, got {kind}")
+    for name in ("preprocessor", "postprocessor"):
+        file = folder / f"policy_{name}.json"
+        if not file.is_file():
+            raise ValueError(f"{folder}: has no {file.name}: {_without_processors(folder)}")
+        for step in read_config(file).get("steps", []):
+            state = folder / step.get("state_file", "")
+            if not state.exists():
+                raise FileNotFoundError(f"{state}: there is no such file, which {file.name} names")
+
+
+def _without_processors(folder: Path) -> str:
+    """What to do about a policy that lies alone."""
+    weights = read_file(folder / "model.safetensors")
+    if any(name.startswith("normalize_inputs.") for name in weights):
+        return (
+            "it was saved before LeRobot 0.4; python -m "
+            f"lerobot.processor.migrate_policy_normalization --pretrained-path {folder} brings it "
+            "up to date"
         )
+    return "save the processors beside it, by their save_pretrained"
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says first, what follows a colon, and what was behind it."""
+    said = [line.strip() for line in str(error).strip().splitlines()]
+    cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
+    more = f" {said[1]}" if len(said) > 1 and said[0].endswith(":") else ""
+    return f"{first_line(error)}{more}{cause}"
 
 
 def _processors(folder: Path, device: torch.device) -> tuple[Any, Any]:

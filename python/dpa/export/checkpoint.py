@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.checkpoints.files import CheckpointError
+from dpa.checkpoints.files import CheckpointError, read_file
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
 from dpa.export import settings
 from dpa.export.places import folder_of
@@ -228,11 +228,9 @@ def _lerobot_statistics(rest: Mapping[str, Tensor], folder: Path) -> dict[str, T
             found[f"{feature}.{statistic}"] = value
     for kind in ("pre", "post"):  # in processors of their own, since
         for file in sorted(folder.glob(f"policy_{kind}processor_step_*.safetensors")):
-            from safetensors.torch import load_file
-
             # Both have the statistics of everything; the second unnormalises actions with its own.
             own = kind == "pre" or not found
-            found |= {n: v for n, v in load_file(file).items() if own or n.startswith("action.")}
+            found |= {n: v for n, v in read_file(file).items() if own or n.startswith("action.")}
     return {name: value.flatten().float() for name, value in found.items()}
 
 
