@@ -20,6 +20,8 @@ from policies import (
 from torch import nn
 
 import dpa
+from dpa.acceleration import unet_forward
+from dpa.training.graphed_calls import replaced_forward
 
 variable = another = 0.0
 imported = ModuleType("imported")
@@ -370,3 +372,38 @@ def test_a_guard_around_a_known_method_runs(kind, device):
         got, want = sampled(policy, call), sampled(plain, call)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert "wraps another" in str(dpa.explain(policy))
+
+
+class Counting(type(original_policy("cpu").model)):
+    """A network that counts its calls in a variable."""
+
+    def forward(self, sample, timestep, local_cond=None, global_cond=None):
+        count_call()
+        return super().forward(sample, timestep, local_cond, global_cond)
+
+
+calls = 0
+
+
+def count_call():
+    global calls
+    calls += 1
+
+
+@torch.no_grad()
+def test_a_network_that_changes_at_every_call_runs_as_it_is(monkeypatch):
+    """After as many calls as a loop has; packing it takes longer than a call."""
+    made = original_policy("cpu").model
+    made.__class__ = Counting
+    fast = dpa.accelerate(copy.deepcopy(made))
+    step = torch.randn(2, 8, 2), torch.tensor(3), None, torch.randn(2, 4)
+    with pytest.warns(RuntimeWarning, match="its attributes change from call to call"):
+        for _ in range(34):
+            torch.testing.assert_close(fast(*step), made(*step), rtol=1e-4, atol=1e-4)
+    assert "its attributes change from call to call" in str(dpa.explain(fast))
+    monkeypatch.setattr(unet_forward, "recognise", None)  # nor is it read again
+    torch.testing.assert_close(fast(*step), made(*step))
+    monkeypatch.undo()
+    dpa.accelerate(fast)
+    fast(*step)
+    assert replaced_forward(fast).fallback_reason() is None

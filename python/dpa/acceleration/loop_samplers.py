@@ -20,8 +20,7 @@ from dpa.schedulers.each_action import EachActionTable
 from dpa.tracking import OwnMode
 
 Sampler = DiffusionSampler | EachActionSampler
-_NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
-_GIVEN = ("condition_data", "condition_mask", "noise", "last_chunk")
+NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
 
 
 def make_sampler(
@@ -102,7 +101,7 @@ def translate(forward: FastForward, call: LoopCall) -> None:
     given = {variant.inputs[name]: value for name, value in given.items()}
     if variant.condition is not None:
         given["global_cond"] = variant.condition(forward.unet, given)
-    call.conditions = {n: given[n] for n in _NAMED if given.get(n) is not None} | kept
+    call.conditions = {n: given[n] for n in NAMED if given.get(n) is not None} | kept
 
 
 def is_nested(call: LoopCall) -> bool:
@@ -132,14 +131,9 @@ def refusal(sampler: Sampler, held: Mapping[str, Any]) -> str | None:
 
 def sample_of(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
     """Sample as a policy does whose parameters have that dtype: it starts and ends in it."""
-    sample = _sample_again(sampler, call, dtype)
-    return _sample(sampler, call, dtype) if sample is None else sample
-
-
-def _sample(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
     given = {"": call.conditions} if isinstance(sampler.unet, _Nested) else call.conditions
     conditions = {name: x for name, x in _flat(given).items() if x is not None}
-    named = {name: conditions.pop(name) for name in _NAMED if name in conditions}
+    named = {name: conditions.pop(name) for name in NAMED if name in conditions}
     batch, noise, scale = call.shape[0], call.noise, call.init_noise_sigma
     if noise is None and (sampler.noise_dtype != dtype or scale != 1.0):
         shape = (batch, sampler.horizon, sampler.action_dim)
@@ -160,21 +154,6 @@ def _sample(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
         batch_size=batch,
         conditions=conditions,
     ).to(dtype)
-
-
-def _sample_again(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor | None:
-    """Sample by the loop that was prepared for calls of this kind, where there is one."""
-    last, scale = getattr(sampler, "prepared", None), call.init_noise_sigma
-    drawn = call.noise is None and (sampler.noise_dtype != dtype or scale != 1.0)
-    others = [n for n, value in call.conditions.items() if value is not None and n not in _NAMED]
-    if last is None or drawn or others:
-        return None
-    given = {name: call.conditions.get(name) for name in _NAMED}
-    given |= {name: getattr(call, name) for name in _GIVEN}
-    way = call.inpainting, call.first_step
-    if not last.serves(given, call.shape[0], call.generator, way):
-        return None
-    return last.run(given, call.generator).to(dtype)
 
 
 def _flat(conditions: Mapping[str, Any], begin: str = "") -> dict[str, Any]:

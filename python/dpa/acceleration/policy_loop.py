@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from dpa.acceleration.any_network import AnyNetwork
-from dpa.acceleration.loop_samplers import NoiseDtypes, is_nested, refusal, sample_of, translate
+from dpa.acceleration.loop_samplers import (
+    NAMED,
+    NoiseDtypes,
+    Sampler,
+    is_nested,
+    refusal,
+    sample_of,
+    translate,
+)
 from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
@@ -27,6 +35,7 @@ from dpa.tracking.replacing import Replacement, class_of
 from dpa.tracking.wrappers import acts_on_some_values
 from dpa.training.graphed_calls import replaced_forward
 
+_GIVEN = ("condition_data", "condition_mask", "noise", "last_chunk")
 _KEPT = 8  # routes: one for each state of the policy and kind of call
 _MISSES = 32  # calls in a row that find no route
 
@@ -168,7 +177,9 @@ class FastLoop(Replacement):
 
     def _run(self, route: Route, call: LoopCall, bound: inspect.BoundArguments) -> Any:
         dtype = _arithmetic(route.forward)[1]
-        sample = sample_of(route.sampler, call, dtype)
+        sample = _run_again(route.sampler, call, dtype)
+        if sample is None:
+            sample = sample_of(route.sampler, call, dtype)
         if call.finish is not None:
             return call.finish(sample, call.generator)
         if self.loop.end is sample_itself:
@@ -437,3 +448,18 @@ def _arithmetic(forward: FastForward | AnyNetwork) -> tuple[Any, ...]:
     device, dtype = held[name].device, held[name].dtype
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     return device, dtype, autocast, torch.get_default_dtype()  # of a start by torch.randn
+
+
+def _run_again(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor | None:
+    """Sample by the loop that was prepared for calls of this kind, where there is one."""
+    last, scale = getattr(sampler, "prepared", None), call.init_noise_sigma
+    drawn = call.noise is None and (sampler.noise_dtype != dtype or scale != 1.0)
+    others = [n for n, value in call.conditions.items() if value is not None and n not in NAMED]
+    if last is None or drawn or others:
+        return None
+    given = {name: call.conditions.get(name) for name in NAMED}
+    given |= {name: getattr(call, name) for name in _GIVEN}
+    way = call.inpainting, call.first_step
+    if not last.serves(given, call.shape[0], call.generator, way):
+        return None
+    return last.run(given, call.generator).to(dtype)

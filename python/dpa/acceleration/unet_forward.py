@@ -24,6 +24,7 @@ from dpa.tracking.replacing import Replacement, class_of
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
 _CONDITIONS = ("local_cond", "global_cond")
+_MISSES, _UNSTEADY = 32, "its attributes change from call to call"  # so many in a row
 OBSERVED = "torch.func transforms it, or torch.jit.trace records it"
 
 
@@ -121,6 +122,8 @@ class FastForward(Replacement, Denoiser):
         name = f"the accelerated {type(self.unet).__name__}"
         self.shadow = ShadowRun(name, self.options.fallback, self.basis)
         self._reset()
+        self._called = self.generation  # at the last call
+        self._misses = 0  # calls in a row that found a change
 
     def basis(self) -> Any:
         """Return what a write of weights changes."""
@@ -170,6 +173,8 @@ class FastForward(Replacement, Denoiser):
             return "it is being compared with"
         if is_observed():
             return OBSERVED
+        if self._misses > _MISSES:
+            return _UNSTEADY
         network = self.prepare()
         if network is None:
             return self.refused
@@ -244,6 +249,12 @@ class FastForward(Replacement, Denoiser):
         why = self.fallback_reason()
         if why is not None and why is self.refused and not self.options.fallback:
             say_fallback(type(self.unet).__name__, why, False)
+        if why is not _UNSTEADY:
+            self._misses = 0 if self.generation == self._called else self._misses + 1
+            self._called = self.generation
+            if self._misses > _MISSES:
+                why = _UNSTEADY
+                say_fallback(type(self.unet).__name__, why, self.options.fallback)
         call = None if why is not None else self._arguments(args, kwargs)
         if call is None:
             return self.original(*args, **kwargs)
