@@ -62,7 +62,7 @@ def make_sampler(
 
 
 class NoiseDtypes(OwnMode):
-    """What the noise was sampled in that was sampled while it was last entered."""
+    """The dtypes of the random tensors that were made while it was last entered."""
 
     def __enter__(self) -> NoiseDtypes:
         """Note it from here on."""

@@ -228,7 +228,8 @@ def _home(holder: nn.Module | dict[str, Tensor], name: str) -> Mapping[str, Tens
 def _bytes(values: list[Tensor]) -> Tensor:
     """The bytes of values, one after the other."""
     alike = itertools.groupby(values, operator.attrgetter("dtype"))
-    with torch.autocast(values[0].device.type, enabled=False):  # whose cat refuses some dtypes
+    kind = values[0].device.type if values else "cpu"
+    with torch.autocast(kind, enabled=False):  # whose cat refuses some dtypes
         parts = [torch.cat([v.reshape(-1) for v in part]).view(torch.uint8) for _, part in alike]
         return torch.cat(parts)
 
