@@ -216,6 +216,7 @@ __global__ void __launch_bounds__(kPackThreads, 8)
 // shared memory, a row of it a column, without bank conflicts.
 constexpr int kTransposedRows = 32, kTransposedColumns = 40, kTransposedThreads = 320, kTransposedBlocks = 5;
 constexpr int kTransposedPitch = kTransposedRows + 4;
+static_assert(kTransposedColumns / kMaxTaps >= 4, "a piece has a vector of channels at least");
 
 // Pieces in the same turn.
 __global__ void __launch_bounds__(kTransposedThreads, kTransposedBlocks)
@@ -298,8 +299,7 @@ cudaError_t pack_weights_transposed(const Packings& packings, cudaStream_t strea
     const Packing& packing = packings.each[n];
     if (packing.taps > kMaxTaps) return cudaErrorInvalidValue;
     pieces.row_length[n] = padded(packing.d0);
-    const int most = kTransposedColumns / packing.taps;
-    pieces.channels[n] = most > 4 ? most / 4 * 4 : most;  // whole vectors
+    pieces.channels[n] = kTransposedColumns / packing.taps / 4 * 4;  // whole vectors
     pieces.count[n] = (packing.d0 + kTransposedRows - 1) / kTransposedRows *
                       ((packing.d1 + pieces.channels[n] - 1) / pieces.channels[n]);
     pieces.total += pieces.count[n];

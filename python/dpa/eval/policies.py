@@ -47,8 +47,6 @@ class LeRobotPolicy:
             raise RuntimeError(f"evaluating a LeRobot checkpoint needs LeRobot: {error}") from None
         try:
             config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
-            if config.type != "diffusion":
-                raise ValueError(f"its policy must be of type diffusion, got {config.type}")
             config.device = str(device)
             config.pretrained_backbone_weights = None  # the file has them
             with contextlib.redirect_stdout(io.StringIO()):
@@ -106,10 +104,18 @@ def _check(folder: Path) -> None:
         file = folder / f"policy_{name}.json"
         if not file.is_file():
             raise ValueError(f"{folder}: has no {file.name}: {_without_processors(folder)}")
-        for step in read_config(file).get("steps", []):
-            state = folder / step.get("state_file", "")
-            if not state.exists():
+        for state in _state_files(file):
+            if not state.is_file():
                 raise FileNotFoundError(f"{state}: there is no such file, which {file.name} names")
+
+
+def _state_files(file: Path) -> list[Path]:
+    """Return the files of tensors that processors name; of malformed ones LeRobot says it."""
+    try:
+        steps = [step for step in read_config(file)["steps"] if "state_file" in step]
+        return [file.parent / step["state_file"] for step in steps]
+    except (KeyError, TypeError):
+        return []
 
 
 def _without_processors(folder: Path) -> str:
