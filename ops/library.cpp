@@ -149,7 +149,8 @@ TORCH_LIBRARY(dpa, m) {
       functional);
 
   // The weights that a captured forward will read, layer by layer; see ops/pack_ahead/pack_ahead.h.
-  m.def("pack_ahead(Tensor[] weights, int[] counts, ScalarType dtype) -> ()", functional);
+  m.def("pack_ahead(Tensor[] weights, int[] counts, ScalarType dtype, SymInt batch=0, SymInt[] lengths=[]) -> ()",
+        functional);
 
   // Images: a layer of an encoder, the keypoints at its end, and what comes before it.
   m.def(

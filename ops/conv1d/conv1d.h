@@ -2,8 +2,8 @@
 //
 // 16-bit channels-last tensors take the GEMMs of kernels/cuda/conv1d, beside float32 weights, which is training in mixed
 // precision, or weights of their own dtype; so do those of float32 where PyTorch's convolutions would
-// multiply in TF32, on weights that are packed anew in each direction. Everything else takes PyTorch's convolution, on
-// CUDA in channels-last order where the input is.
+// multiply in TF32, on weights that are packed anew in each direction or read in place. Everything else takes
+// PyTorch's convolution, on CUDA in channels-last order where the input is.
 #pragma once
 #include "ops/common/check.h"
 #include "ops/common/op.h"

@@ -53,7 +53,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
                 : ahead.defined()                             ? as_packed(ahead, weight)
                                                               : pack(weight, type);
   const bool packs = packed.dim() == 3 || tf32;
-  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
+  auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
   // PyTorch's convolutions in float32 read vectors wherever a tensor begins.
   if (!packs || !gemm::takes(conv))
     return {
@@ -64,7 +64,11 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
-  const auto weights = !tf32 ? packed : ahead.defined() && !transposed ? ahead : pack(weight, type, transposed);
+  conv.in_place = tf32 && !ahead.defined() && reads_in_place(conv, weight);
+  const auto weights = conv.in_place                    ? weight
+                       : !tf32                          ? packed
+                       : ahead.defined() && !transposed ? ahead
+                                                        : pack(weight, type, transposed);
   const auto own = convolve(/*dgrad=*/transposed, conv, {x.const_data_ptr()},
                             {weights.const_data_ptr(), /*prefetchable=*/false}, addends, out);
   return {out, packed};
@@ -87,7 +91,7 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const auto packed = aligned(packed_.contiguous());
   const bool tf32 = packed.dim() != 3 && conv1d_in_tf32(input, weight, stride, padding);
   const bool packs = (packed.dim() == 3 && stride <= 2 && padding < gemm::kMaxTaps) || tf32;
-  const auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
+  auto conv = packs ? geometry(input, weight, stride, padding, transposed) : gemm::Conv1d{};
   if (!packs || !gemm::takes(conv)) {
     auto [grad_input, grad_weight, grad_bias] = conv1d_backward_formula(aligned(grad), aligned(input), aligned(weight),
                                                                         bias, stride, padding, transposed, mask);
@@ -105,7 +109,8 @@ Conv1dGradients conv1d_backward_cuda(const Tensor& grad, const Tensor& input, co
   const auto plain = tf32 && mask[0] ? weight.contiguous() : Tensor();
   Branches branches;
   branches.fork();
-  const auto weights = plain.defined() ? pack(plain, input.scalar_type(), !transposed) : packed;
+  conv.in_place = plain.defined() && reads_in_place(conv, plain);
+  const auto weights = conv.in_place ? plain : plain.defined() ? pack(plain, input.scalar_type(), !transposed) : packed;
   Tensor own;
   if (mask[0])
     own = input_backward(conv, transposed, g, {weights.const_data_ptr(), /*prefetchable=*/!tf32}, grad_input);

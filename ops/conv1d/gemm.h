@@ -45,6 +45,17 @@ inline Tensor padded_rows(const Tensor& tensor) {
 inline int weight_parts(const Tensor& weight, at::ScalarType type) {
   return gemm::weight_parts(kernel_dtype(type), weight.numel());
 }
+/// A convolution that keeps its input's length, in the kernels' sizes.
+inline gemm::Conv1d same_length(const Tensor& weight, at::ScalarType type, int64_t batch, int64_t length) {
+  const int taps = static_cast<int>(weight.size(2));
+  return {kernel_dtype(type), batch, length, weight.size(0), length, weight.size(1), taps, /*stride=*/1, taps / 2};
+}
+/// Whether the kernels, of tensors of the weight's type, read it as it lies.
+inline bool reads_in_place(const gemm::Conv1d& conv, const Tensor& weight) {
+  return weight.is_contiguous() && weight.scalar_type() == at::kFloat && is_aligned(weight) &&
+         gemm::takes_in_place(conv);
+}
+
 /// A contiguous weight of two or three dimensions to be packed to `packed`.
 inline gemm::Packing packing(const Tensor& weight, void* packed, at::ScalarType type) {
   gemm::Packing all{weight.const_data_ptr(), packed, weight.size(0), weight.size(1)};

@@ -2,7 +2,8 @@
 
 namespace dpa {
 
-void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype) {
+void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype, c10::SymInt batch,
+                      at::SymIntArrayRef lengths) {
   constexpr const char* op = "pack_ahead";
   size_t sum = 0;
   for (const auto count : counts) {
@@ -19,6 +20,9 @@ void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::Scalar
     DPA_CHECK(weight.layout() == at::kStrided, op, "weights must be strided", weight.layout());
   }
   DPA_CHECK(at::isFloatingType(dtype), op, "dtype must be floating", dtype);
+  DPA_CHECK(batch >= 0, op, "batch must not be negative", batch);
+  DPA_CHECK(lengths.empty() || lengths.size() == counts.size(), op,
+            c10::str("lengths must be ", counts.size(), ", one a layer, or none"), lengths.size());
 }
 
 }  // namespace dpa

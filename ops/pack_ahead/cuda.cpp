@@ -25,6 +25,7 @@ unsigned long long capture_id() {
 
 struct Layer {
   std::vector<Tensor> weights;
+  int64_t batch, length;  // of what it reads; a length of 0 is unknown
   PackedAhead packed;
   std::optional<Branches> branch;  // that packs
 };
@@ -41,6 +42,16 @@ bool packs(const Layer& layer, at::ScalarType dtype) {
   return type == dtype || (type == at::kFloat && (dtype == at::kHalf || dtype == at::kBFloat16));
 }
 
+/// Which of the layer's weights are packed.
+std::vector<size_t> packed_weights(const Layer& layer, at::ScalarType dtype) {
+  std::vector<size_t> packed;
+  for (size_t i = 0; i < layer.weights.size(); ++i)
+    if (!is_block(layer) || layer.length <= 0 ||
+        !reads_in_place(same_length(layer.weights[i], dtype, layer.batch, layer.length), layer.weights[i]))
+      packed.push_back(i);
+  return packed;
+}
+
 int64_t elements(const Tensor& weight, at::ScalarType dtype) {
   const int64_t taps = weight.dim() == 3 ? weight.size(2) : 1;
   return weight_parts(weight, dtype) * taps * weight.size(0) * gemm::padded(weight.size(1));
@@ -49,21 +60,23 @@ int64_t elements(const Tensor& weight, at::ScalarType dtype) {
 /// The tensor that each weight goes to: the second convolution's of a block to the second one.
 void pack(Layer& layer, at::ScalarType dtype) {
   const auto& w = layer.weights;
+  const auto which = packed_weights(layer, dtype);
+  if (which.empty()) return;
   const auto place = [&](size_t i) { return is_block(layer) && i == 1; };
   int64_t sizes[2] = {};
-  for (size_t i = 0; i < w.size(); ++i) sizes[place(i)] += elements(w[i], dtype);
+  for (const auto i : which) sizes[place(i)] += elements(w[i], dtype);
   for (int i = 0; i < 2; ++i)
     if (sizes[i] > 0) layer.packed[i] = at::empty({sizes[i]}, w[0].options().dtype(dtype));
   layer.branch.emplace();
   layer.branch->fork();
   gemm::Packings packings{};
   int64_t behind[2] = {};
-  for (size_t i = 0; i < w.size(); ++i) {
+  for (const auto i : which) {
     const auto& to = layer.packed[place(i)];
     void* const packed = static_cast<char*>(to.mutable_data_ptr()) + behind[place(i)] * to.element_size();
     packings.each[packings.count++] = packing(w[i], packed, dtype);
     behind[place(i)] += elements(w[i], dtype);
-    if (packings.count < gemm::kMaxPackings && i + 1 < w.size()) continue;
+    if (packings.count < gemm::kMaxPackings && i != which.back()) continue;
     C10_CUDA_CHECK(
         gemm::pack_weights(kernel_dtype(w[0].scalar_type()), kernel_dtype(dtype), packings, layer.branch->side()));
     packings.count = 0;
@@ -100,8 +113,9 @@ void pass_over(size_t end) {
 
 void forget() { delete std::exchange(order, nullptr); }
 
-void pack_ahead_cuda(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype) {
-  check_pack_ahead(weights, counts, dtype);
+void pack_ahead_cuda(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype, c10::SymInt batch,
+                     at::SymIntArrayRef lengths) {
+  check_pack_ahead(weights, counts, dtype, batch, lengths);
   const c10::cuda::CUDAGuard guard(weights[0].device());
   const auto capture = capture_id();
   if (order != nullptr && order->capture == capture) pass_over(order->layers.size());
@@ -109,10 +123,11 @@ void pack_ahead_cuda(at::TensorList weights, at::IntArrayRef counts, at::ScalarT
   if (capture == 0 || !gemm::supported()) return;
   order = new Order{capture, dtype, {}};
   size_t i = 0;
-  for (const auto count : counts) {
-    const auto of = weights.slice(i, count);
-    order->layers.push_back({of.vec(), {}, {}});
-    i += count;
+  for (size_t n = 0; n < counts.size(); ++n) {
+    const auto of = weights.slice(i, counts[n]);
+    const int64_t length = lengths.empty() ? 0 : lengths[n].expect_int();
+    order->layers.push_back({of.vec(), batch.expect_int(), length, {}, {}});
+    i += counts[n];
   }
   start();
 }

@@ -8,8 +8,10 @@
 namespace dpa {
 
 /// `counts` splits the weights into layers: those of a `joint_linear`, which have two dimensions; that of a convolution;
-/// or those of a residual block's convolutions, the first, the second and, if there is one, the residual one.
-void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype);
+/// or those of a residual block's convolutions, the first, the second and, if there is one, the residual one. `batch` and,
+/// of each layer, `lengths` say what the layers will read; without lengths every weight of a block is packed.
+void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype, c10::SymInt batch,
+                      at::SymIntArrayRef lengths);
 
 /// On CUDA, when a layer of these weights is reached, before it allocates anything: the weights as its forward packs
 /// them (a block's second convolution apart), ready on the current stream, or undefined where they were not packed

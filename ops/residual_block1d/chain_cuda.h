@@ -66,10 +66,17 @@ class Chain {
     // Without a convolution the channels are the output's, of whole vectors.
     const auto residual = convolves ? activation() : x;
     const bool beside = convolves && takes_shortcut();
+    Branches apart;  // where the residual convolution has a launch of its own
+    if (convolves && !beside && apart.apart()) {
+      apart.fork();
+      convolve({kResidualWeight, kResidualBias, prefetchable}, input, residual, apart.side());
+    }
     layer({kConv1Weight, kConv1Bias, prefetchable}, input, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
-    if (convolves && !beside) convolve({kResidualWeight, kResidualBias, true}, input, residual);
+    if (convolves && !beside && !apart.apart())
+      convolve({kResidualWeight, kResidualBias, true}, input, residual, stream_);
     if (fresh) packing.join();
+    if (convolves && !beside) apart.join();
     layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, side_by_side(activated), conv2, residual,
           second_norm(conv2), out);
     return {out, conv1, activated, conv2};
@@ -143,12 +150,13 @@ class Chain {
 
  private:
   gemm::Conv1d convolution(BlockSlot weight) const {
-    const Tensor& w = block_[weight];
-    const int taps = static_cast<int>(w.size(2));
-    const int64_t first = block_[kSkip].defined() && weight != kConv2Weight ? block_[kInput].size(1) : 0;
-    return {kernel_dtype(type_), batch_,   length_, w.size(0), length_, w.size(1), taps,
-            /*stride=*/1,        taps / 2, alone_,  first};
+    auto conv = same_length(block_[weight], type_, batch_, length_);
+    conv.alone = alone_;
+    if (block_[kSkip].defined() && weight != kConv2Weight) conv.first_channels = block_[kInput].size(1);
+    conv.in_place = reads_in_place(weight);
+    return conv;
   }
+  bool reads_in_place(BlockSlot weight) const { return !alone_ && dpa::reads_in_place(block_, weight); }
   Tensor activation() const {
     return empty_in_order(batch_, channels_, length_, /*channels_last=*/true, block_[kInput].options());
   }
@@ -163,12 +171,15 @@ class Chain {
   void pack(std::initializer_list<BlockSlot> weights, c10::cuda::CUDAStream stream) const {
     gemm::Packings packings{};
     for (const auto slot : weights)
-      if (block_[slot].defined()) packings.each[packings.count++] = packing(block_[slot], packed_[slot], type_);
+      if (block_[slot].defined() && !reads_in_place(slot))
+        packings.each[packings.count++] = packing(block_[slot], packed_[slot], type_);
+    if (packings.count == 0) return;
     C10_CUDA_CHECK(
         gemm::pack_weights(kernel_dtype(block_[kConv1Weight].scalar_type()), kernel_dtype(type_), packings, stream));
   }
   /// Of float32, contiguous, as dgrad reads it.
   void pack_transposed(BlockSlot slot, c10::cuda::CUDAStream stream) const {
+    if (reads_in_place(slot)) return;
     C10_CUDA_CHECK(gemm::pack_weights_transposed({{packing(block_[slot], packed_[slot], type_)}, 1}, stream));
   }
   /// In a graph the second convolution's weights are packed while the first one runs: memory limits one, latency and
@@ -186,12 +197,17 @@ class Chain {
     BlockSlot weight, bias;
     bool prefetchable;
   };
-  gemm::Weights weights(const Convolution& c) const { return {packed_[c.weight], c.prefetchable}; }
+  gemm::Weights weights(const Convolution& c) const {
+    return {reads_in_place(c.weight) ? block_[c.weight].const_data_ptr() : packed_[c.weight], c.prefetchable};
+  }
   gemm::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), {}};
   }
-  void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out) const {
-    own_.push_back(dpa::convolve(/*dgrad=*/false, convolution(c.weight), x, weights(c), addends(c.bias), out));
+  void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out, c10::cuda::CUDAStream stream) const {
+    const auto conv = convolution(c.weight);
+    own_.push_back(workspace(gemm::fprop_workspace(conv, /*group=*/0), out));
+    C10_CUDA_CHECK(gemm::fprop(conv, x, weights(c), addends(c.bias), out.mutable_data_ptr(),
+                               mutable_data_or_null(own_.back()), stream));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether the residual convolution can run in the launch of the first one.
@@ -220,7 +236,7 @@ class Chain {
       return;
     }
     if (!conv.defined()) conv = activation();
-    convolve(c, x, conv);
+    convolve(c, x, conv, stream_);
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
@@ -231,8 +247,8 @@ class Chain {
   void convolve_back(BlockSlot weight, bool prefetchable, const void* grad, const gemm::Rows& residual,
                      const gemm::OutputRows& out, void* between, c10::cuda::CUDAStream stream) const {
     const gemm::Addends addends{nullptr, kernel_dtype(type_), residual};
-    C10_CUDA_CHECK(
-        gemm::dgrad(convolution(weight), grad, {packed_[weight], prefetchable}, addends, out, between, stream));
+    C10_CUDA_CHECK(gemm::dgrad(convolution(weight), grad, weights({weight, {}, prefetchable || reads_in_place(weight)}),
+                               addends, out, between, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {

@@ -35,9 +35,11 @@ BlockForward run(const ResidualBlock& given, bool keep) {
   const bool tf32 = block_in_tf32(block);
   if (!tf32 && !block_packs(block)) return residual_block1d_of_ops(block);
   const auto packed = [&](int64_t size) { return at::empty({size}, block[kInput].options()); };
-  const auto size = [&](BlockSlot weight) { return packed_size(block[weight], block[kInput].scalar_type()); };
-  const bool fresh = !packed1.defined();
-  if (fresh) packed1 = packed(size(kConv1Weight) + size(kResidualWeight)), packed2 = packed(size(kConv2Weight));
+  for (Tensor* t : {&packed1, &packed2})
+    if (!t->defined()) *t = packed(0);
+  const auto sizes = packed_sizes(block, /*transposed=*/false);
+  const bool fresh = packed1.numel() != sizes[0] || packed2.numel() != sizes[1];
+  if (fresh) packed1 = packed(sizes[0]), packed2 = packed(sizes[1]);
   if (const Chain chain(block, places(block, packed1, packed2)); chain.serves()) {
     const auto [out, conv1, activation, conv2] = chain.forward(keep, fresh ? kFresh : kPackedAhead);
     if (tf32) return {out, conv1, activation, conv2, packed(0), packed(0)};  // the backward wants them transposed
@@ -86,10 +88,9 @@ BlockGradientTuple residual_block1d_backward_cuda(const Tensor& grad, DPA_BLOCK_
     }
   } else if (packed1.numel() == 0 && block_in_tf32(block)) {
     const auto plain = with_contiguous_weights(with_plain_vectors(block));
-    const auto size = [&](BlockSlot weight) { return transposed_size(plain[weight]); };
-    const auto packed = [&](int64_t elements) { return at::empty({elements}, input.options()); };
-    saved.packed1 = packed(size(kConv1Weight) + size(kResidualWeight)), saved.packed2 = packed(size(kConv2Weight));
-    const Chain chain(plain, transposed_places(plain, saved.packed1, saved.packed2));
+    const auto sizes = packed_sizes(plain, /*transposed=*/true);
+    saved.packed1 = at::empty({sizes[0]}, input.options()), saved.packed2 = at::empty({sizes[1]}, input.options());
+    const Chain chain(plain, places(plain, saved.packed1, saved.packed2, /*transposed=*/true));
     if (chain.fits()) {
       make_plain(saved);
       return result(chain.backward(grad, saved, wanted, /*fresh=*/true, later));

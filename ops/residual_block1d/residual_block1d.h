@@ -57,7 +57,7 @@ void check_block_saved(const ResidualBlock& block, const Tensor& grad, const Blo
 /// it. Sizes that the GEMMs do not take fall back later; what has elements is packed even so, and a backward needs
 /// no other word on it.
 bool block_packs(const ResidualBlock& block);
-/// Whether the GEMMs may take a float32 block in TF32: they pack its weights anew in each direction.
+/// Whether the GEMMs may take a float32 block in TF32: they pack its weights anew in each direction, or read them in place.
 bool block_in_tf32(const ResidualBlock& block);
 /// Elements of one packed weight, and of those of a block's input.
 c10::SymInt packed_size(const Tensor& weight);

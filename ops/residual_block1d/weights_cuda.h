@@ -6,7 +6,7 @@
 
 namespace dpa {
 
-/// Where the packed form of each weight lies.
+/// Where the packed form of each weight lies; of those that are read in place, nothing is there.
 struct WeightPlaces {
   void *conv1, *conv2, *residual;
 
@@ -14,32 +14,40 @@ struct WeightPlaces {
     return weight == kConv1Weight ? conv1 : weight == kConv2Weight ? conv2 : residual;
   }
 };
-/// Elements of the packed form of a weight, for a block of `type`.
-inline int64_t packed_size(const Tensor& weight, at::ScalarType type) {
-  return weight.defined() ? weight_parts(weight, type) * packed_size(weight).expect_int() : 0;
-}
 /// Behind the first `elements` of a packed tensor.
 inline void* behind(const Tensor& packed, int64_t elements) {
   return static_cast<char*>(packed.mutable_data_ptr()) + elements * packed.element_size();
 }
-inline WeightPlaces places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
-  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
-          behind(packed1, packed_size(block[kConv1Weight], packed1.scalar_type()))};
+/// Whether a training pass reads the weight as it lies in the parameter.
+inline bool reads_in_place(const ResidualBlock& block, BlockSlot weight) {
+  const Tensor& input = block[kInput];
+  return reads_in_place(same_length(block[weight], input.scalar_type(), input.size(0), input.size(2)), block[weight]);
 }
-/// All in one, in the order of the block's arguments.
+/// Elements of the packed form of a weight; `transposed`: as data gradients of float32 read it.
+inline int64_t packed_size(const ResidualBlock& block, BlockSlot slot, bool transposed = false) {
+  const Tensor& weight = block[slot];
+  if (!weight.defined() || reads_in_place(block, slot)) return 0;
+  const int64_t parts = weight_parts(weight, block[kInput].scalar_type());
+  if (!transposed) return parts * packed_size(weight).expect_int();
+  return parts * weight.size(2) * weight.size(1) * gemm::padded(weight.size(0));
+}
+/// The same of the first and the residual convolution's, and of the second one's.
+inline std::array<int64_t, 2> packed_sizes(const ResidualBlock& block, bool transposed) {
+  const auto size = [&](BlockSlot slot) { return packed_size(block, slot, transposed); };
+  return {size(kConv1Weight) + size(kResidualWeight), size(kConv2Weight)};
+}
+inline WeightPlaces places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2,
+                           bool transposed = false) {
+  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
+          behind(packed1, packed_size(block, kConv1Weight, transposed))};
+}
+/// All in one, in the order of the block's arguments, none read in place.
 inline WeightPlaces places(const ResidualBlock& block, const Tensor& packed) {
-  const auto size = [&](BlockSlot weight) { return packed_size(block[weight], packed.scalar_type()); };
+  const auto size = [&](BlockSlot slot) {
+    return weight_parts(block[slot], packed.scalar_type()) * packed_size(block[slot]).expect_int();
+  };
   return {packed.mutable_data_ptr(), behind(packed, size(kConv1Weight)),
           behind(packed, size(kConv1Weight) + size(kConv2Weight))};
-}
-/// For data gradients of float32: as `places`, each weight as dgrad reads it.
-inline int64_t transposed_size(const Tensor& weight) {
-  if (!weight.defined()) return 0;
-  return weight_parts(weight, at::kFloat) * weight.size(2) * weight.size(1) * gemm::padded(weight.size(0));
-}
-inline WeightPlaces transposed_places(const ResidualBlock& block, const Tensor& packed1, const Tensor& packed2) {
-  return {packed1.mutable_data_ptr(), packed2.mutable_data_ptr(),
-          behind(packed1, transposed_size(block[kConv1Weight]))};
 }
 
 inline constexpr BlockSlot kBlockWeights[] = {kConv1Weight, kConv2Weight, kResidualWeight};

@@ -57,6 +57,12 @@ void bench_type(DType type, double rate) {
         graph_time([&](cudaStream_t s) { CHECK(pack_weights(DType::kFloat32, c.dtype, t.packings(), s)); });
     const double q =
         Case<T>::kFloat ? graph_time([&](cudaStream_t s) { CHECK(pack_weights_transposed(t.packings(true), s)); }) : 0;
+    double in_place[2] = {};
+    if (Case<T>::kFloat && has_wgmma() && can_read_in_place(c)) {
+      t.c.in_place = true;
+      in_place[0] = graph_time([&](cudaStream_t s) { t.run_fprop(true, s); });
+      in_place[1] = graph_time([&](cudaStream_t s) { t.run_dgrad(true, s); });
+    }
     const int multiprocessors = properties.multiProcessorCount;
     auto fprop_plan = plan_fprop(c, multiprocessors), dgrad_plan = plan_dgrad(c, multiprocessors);
     auto wgrad_plan = plan_wgrad(c, multiprocessors);
@@ -67,10 +73,11 @@ void bench_type(DType type, double rate) {
     }
     std::printf(
         "%5lld %2lld %4lld %4lld %d %d %10.1f %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %7.1f (%3.0f) %dx%d %8.1f "
-        "%8.1f\n",
+        "%8.1f in place %7.1f %7.1f\n",
         (long long)r.batch, (long long)r.length, (long long)r.y_channels, (long long)r.x_channels, r.taps, r.stride,
         work / rate / 1e6, g, work / g / 1e6, fprop_plan.tile_columns, fprop_plan.splits, x, work / x / 1e6,
-        dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.height, wgrad_plan.splits, p, q);
+        dgrad_plan.tile_columns, dgrad_plan.splits, w, work / w / 1e6, wgrad_plan.height, wgrad_plan.splits, p, q,
+        in_place[0], in_place[1]);
   }
 }
 

@@ -232,18 +232,19 @@ struct Case {
     const auto& to = of_transposed ? transposed : packed;
     return {{{weight.data, to.data, c.y_channels, c.x_channels, c.taps, 0, 0, weight_parts(c)}}, 1};
   }
+  const void* fprop_weights() const { return c.in_place ? weight.data : packed.data; }
+  const void* dgrad_weights() const { return c.in_place ? weight.data : kFloat ? transposed.data : packed.data; }
   template <class S>
   static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
     fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale);
   }
   void run_fprop(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, {addends ? y_residual.data : nullptr}};
-    CHECK(fprop(c, {x.data}, {packed.data, prefetchable}, add, y_out.data, workspace.data, stream));
+    CHECK(fprop(c, {x.data}, {fprop_weights(), prefetchable}, add, y_out.data, workspace.data, stream));
   }
   void run_dgrad(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, {addends ? x_residual.data : nullptr}};
-    CHECK(dgrad(c, y.data, {kFloat ? transposed.data : packed.data, prefetchable}, add, {x_out.data}, workspace.data,
-                stream));
+    CHECK(dgrad(c, y.data, {dgrad_weights(), prefetchable}, add, {x_out.data}, workspace.data, stream));
   }
   void run_wgrad(bool half, cudaStream_t stream = 0) {
     CHECK(wgrad(c, y.data, {x.data}, half ? half_gradient.data : gradient.data, half ? c.dtype : DType::kFloat32,

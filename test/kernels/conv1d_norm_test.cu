@@ -69,14 +69,14 @@ bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residua
                            residual ? t.y_residual.data : nullptr,
                            out.data};
   const Addends add{t.bias.data, DType::kFloat32, {}}, add_side{s.bias.data, DType::kFloat32, {}};
-  const Shortcut side{{s.packed.data, true}, add_side, s.y_out.data};
+  const Shortcut side{{s.fprop_weights(), true}, add_side, s.y_out.data};
   const Rows input = concatenated ? Rows{x.first.data, x.more.data} : Rows{t.x.data};
   Buffer workspace(fprop_workspace(c, group));
   const auto run = [&](void* y) {
     CHECK(cudaMemset(out.data, 0xFF, out.bytes));
     CHECK(cudaMemset(workspace.data, 0xFF, workspace.bytes));
-    CHECK(
-        fprop_normalised(c, input, {t.packed.data, true}, add, y, norm, beside ? side : Shortcut{}, workspace.data, 0));
+    CHECK(fprop_normalised(c, input, {t.fprop_weights(), true}, add, y, norm, beside ? side : Shortcut{},
+                           workspace.data, 0));
     CHECK(cudaDeviceSynchronize());
   };
   run(t.y_out.data);
@@ -107,14 +107,15 @@ bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residua
   const auto plan = plan_normalised(c, group, multiprocessors);
   if (!good || seed < 2000)
     std::printf(
-        "norm %s B %lld T %lld %lldx%lld k %d group %d: conv %.2f norm %.2f shortcut %s%.2f, splits %d exchange %d "
+        "norm %s%s B %lld T %lld %lldx%lld k %d group %d: conv %.2f norm %.2f shortcut %s%.2f, splits %d exchange %d "
         "step %d%s%s %s\n",
         kFloat                      ? "tf32"
         : std::is_same_v<T, __half> ? "f16 "
                                     : "bf16",
-        (long long)c.batch, (long long)c.y_length, (long long)c.y_channels, (long long)c.x_channels, c.taps, group,
-        conv, normalised, beside ? concatenated ? "of two " : "" : "none ", shortcut, plan.splits, plan.exchange,
-        plan.column_step, guards ? "" : " GUARD", repeats ? "" : " UNSTEADY", good ? "ok" : "WRONG");
+        c.in_place ? " in place" : "", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,
+        (long long)c.x_channels, c.taps, group, conv, normalised, beside ? concatenated ? "of two " : "" : "none ",
+        shortcut, plan.splits, plan.exchange, plan.column_step, guards ? "" : " GUARD", repeats ? "" : " UNSTEADY",
+        good ? "ok" : "WRONG");
   return good;
 }
 
@@ -130,6 +131,10 @@ int run_norm_tests() {
     if (!takes(c) || !normalises(c, group)) return false;
     const uint64_t s = seed += 13;
     const bool film = s % 2, residual = s % 3, two = s % 5 > 1;
+    Conv1d in_place = c;
+    in_place.in_place = type == DType::kFloat32 && has_wgmma() && can_read_in_place(c);
+    if (in_place.in_place && normalises(in_place, group))
+      wrong += !test_normalised<float>(in_place, group, s, film, residual, two);
     const bool good = type == DType::kFloat32   ? test_normalised<float>(c, group, s, film, residual, two)
                       : type == DType::kFloat16 ? test_normalised<__half>(c, group, s, film, residual, two)
                                                 : test_normalised<__nv_bfloat16>(c, group, s, film, residual, two);

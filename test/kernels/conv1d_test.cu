@@ -58,13 +58,13 @@ bool in_two(Case<T>& t, uint64_t seed, bool addends) {
   for (auto* buffer : {&t.y_out, &t.x_out, &t.gradient}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
   const Rows both{x.first.data, x.more.data};
   const Addends add{addends ? t.bias.data : nullptr, DType::kFloat32, {addends ? t.y_residual.data : nullptr}};
-  CHECK(fprop(c, both, {t.packed.data, true}, add, t.y_out.data, t.workspace.data, 0));
+  CHECK(fprop(c, both, {t.fprop_weights(), true}, add, t.y_out.data, t.workspace.data, 0));
   Addends add_back = add;
   add_back.residual = addends ? Rows{residual.first.data, residual.more.data} : Rows{};
   Conv1d back = c;
   back.first_channels = two ? half : 0;
-  CHECK(dgrad(back, t.y.data, {t.kFloat ? t.transposed.data : t.packed.data, true}, add_back,
-              {out.first.data, two ? out.more.data : nullptr}, t.workspace.data, 0));
+  CHECK(dgrad(back, t.y.data, {t.dgrad_weights(), true}, add_back, {out.first.data, two ? out.more.data : nullptr},
+              t.workspace.data, 0));
   CHECK(wgrad(c, t.y.data, both, t.gradient.data, DType::kFloat32, t.workspace.data, 0));
   CHECK(cudaDeviceSynchronize());
   out.give(t.x_out);
@@ -123,13 +123,13 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   const bool good = g <= 1 && s <= 1 && w <= 1 && h <= 1 && guards && repeats && late && two;
   if (!good || seed < 2000)
     std::printf(
-        "%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
+        "%s%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
         "%s%s%s\n",
         kFloat                      ? "tf32"
         : std::is_same_v<T, __half> ? "f16 "
                                     : "bf16",
-        (long long)c.batch, (long long)c.y_length, (long long)c.y_channels, (long long)c.x_length,
-        (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
+        c.in_place ? " in place" : "", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,
+        (long long)c.x_length, (long long)c.x_channels, c.taps, c.stride, c.padding, g, s, w, h, guards ? "" : " GUARD",
         repeats ? "" : " UNSTEADY", late ? "" : " EARLY", two ? "" : " TWO", good ? "ok" : "WRONG");
   return good;
 }
@@ -141,7 +141,12 @@ bool test_shape(DType dtype, int64_t batch, int64_t length, int64_t y_channels, 
   if (y_length <= 0) return true;
   const Conv1d c{dtype, batch, y_length, y_channels, length, x_channels, taps, stride, padding};
   if (!takes(c)) return std::printf("not served: T %d k %d s %d\n", int(length), taps, stride), false;
-  if (dtype == DType::kFloat32) return test_case<float>(c, seed, addends);
+  if (dtype == DType::kFloat32) {
+    Conv1d in_place = c;
+    in_place.in_place = true;
+    return test_case<float>(c, seed, addends) &&
+           (!has_wgmma() || !can_read_in_place(c) || test_case<float>(in_place, seed, addends));
+  }
   return dtype == DType::kFloat16 ? test_case<__half>(c, seed, addends) : test_case<__nv_bfloat16>(c, seed, addends);
 }
 
@@ -177,6 +182,9 @@ int run_tests() {
     try_one(types[i % 3], pick(1, i % 4 ? 20 : 90), length, pick(1, i % 5 ? 150 : 600), pick(1, i % 5 ? 150 : 600),
             taps, stride, i % 7 > 2);
   }
+  for (int i = 0; i < 60; ++i)  // weights as they lie in the parameter
+    try_one(DType::kFloat32, pick(1, i % 3 ? 20 : 150), pick(i % 4 ? 4 : 1, i % 5 ? 32 : 128),
+            pick(1, i % 4 ? 150 : 700), 4 * pick(1, i % 4 ? 40 : 175), 1 + 2 * pick(0, 3), 1, i % 7 > 2);
   std::printf("%s: %d wrong\n", wrong ? "FAILED" : "passed", wrong);
   return wrong;
 }

@@ -108,6 +108,8 @@ _SHAPES = {
     "final": (24, 16, 2, 96, 1, 1, 0, False),
     "down": (40, 16, 64, 64, 3, 2, 1, False),
     "up": (40, 8, 64, 64, 4, 2, 1, True),
+    "in place": (24, 16, 512, 512, 5, 1, 2, False),
+    "in place, transposed": (24, 16, 520, 512, 5, 1, 2, True),
     "large": (300, 32, 104, 96, 7, 1, 3, False),
     "long": (3, 100, 72, 40, 3, 1, 1, False),
 }
@@ -140,24 +142,32 @@ def test_convolutions(shape, tf32):
 @pytest.mark.parametrize(
     ("c_in", "c_out", "groups"),
     # Then groups of 6 and 10 channels; the last one's rows are no whole number of 32 bytes.
-    [(64, 64, 8), (48, 64, 8), (2, 64, 8), (80, 48, 8), (24, 20, 2), (192, 64, 8), (136, 64, 8)],
+    [
+        *[(64, 64, 8), (48, 64, 8), (2, 64, 8), (80, 48, 8), (24, 20, 2), (192, 64, 8)],
+        *[(136, 64, 8), (512, 512, 8), (192, 1096, 8), (1024, 512, 8)],
+    ],
 )
 def test_residual_block(c_in, c_out, groups, tf32):
-    """The wide inputs as two tensors: of one width, and of which the second is no whole chunk."""
+    """The wide inputs as two tensors: of one width, and of which the second is no whole chunk.
+
+    Weights of many elements for few rows are read in place, as they lie in the parameters.
+    """
+    batch = 40 if c_out < 512 else 30
     torch.manual_seed(0)
     block = dpa.nn.ConditionalResidualBlock1D(
         c_in, c_out, 32, 5, groups, cond_predict_scale=True
     ).cuda()
     double = dpa.reference.plain(block).double()
-    x, cond = _channels_last(torch.randn(40, c_in, 16, device="cuda")), torch.randn(40, 32).cuda()
-    grad = torch.randn(40, c_out, 16, device="cuda")
+    x = _channels_last(torch.randn(batch, c_in, 16, device="cuda"))
+    cond, grad = torch.randn(batch, 32).cuda(), torch.randn(batch, c_out, 16, device="cuda")
 
     def run(module, dtype):
         module.zero_grad()
         leaf = x.to(dtype).requires_grad_()
         inputs = [leaf]
         if c_in > 100 and module is block:
-            inputs = map(_channels_last, leaf.split([96, c_in - 96], dim=1))
+            first = c_in // 2 if c_out == 512 else 96
+            inputs = map(_channels_last, leaf.split([first, c_in - first], dim=1))
         own, *skip = inputs
         module(own, cond.to(dtype), None, None, *skip).backward(grad.to(dtype))
         return torch.cat([leaf.grad.flatten(), *(p.grad.flatten() for p in module.parameters())])
@@ -166,7 +176,10 @@ def test_residual_block(c_in, c_out, groups, tf32):
     limit = _MORE * _error(run(_in_tf32(double), torch.float64), exact) if tf32 else 1e-5
     assert _error(run(block, torch.float32), exact) < limit
     if c_out % 8 == 0:  # else its layers are called one by one
-        assert _in_own_tf32(_kernels(lambda: run(block, torch.float32))) == tf32
+        ran = _kernels(lambda: run(block, torch.float32))
+        assert _in_own_tf32(ran) == tf32
+        if torch.cuda.get_device_capability()[0] == 9 and "wgrad_tf32" in ran:
+            assert ("pack_pairs" in ran or "pack<" in ran) == ((c_in, c_out) != (512, 512))
 
 
 def test_a_captured_backward_reads_strided_weights():

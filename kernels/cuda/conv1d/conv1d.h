@@ -16,7 +16,8 @@
 // Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded); weights of few
 // elements come as two planes of tf32 numbers (weight_parts): (2, taps, ...). Or operands are
 // pairs of float16 numbers (Conv1d::halves, math/two_halves.h): planes of high halves, then of low ones, of rows
-// (2, batch, time, channels padded) and packed weights (2, taps, d0, d1 padded); addends and results are float32.
+// (2, batch, time, channels padded) and packed weights (2, taps, d0, d1 padded); addends and results are float32. Or, of
+// Conv1d::in_place, weights of float32 are read as they lie in the parameter, (d0, d1, taps).
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -31,7 +32,11 @@ bool has_wgmma();
 bool takes(const Conv1d& conv);
 bool backward_takes_two(int64_t first, int64_t more);
 
-// Packed weights. `prefetchable`: they are safe to prefetch before the grid dependency resolves, because between the
+// Whether it is faster, and possible, that fprop and dgrad read a weight as it lies in the parameter (Conv1d::in_place),
+// contiguous, from a multiple of 16 bytes on.
+bool takes_in_place(const Conv1d& conv);
+
+// Packed weights, or the parameter's (Conv1d::in_place). `prefetchable`: they are safe to prefetch before the grid dependency resolves, because between the
 // kernel that wrote them and the convolution lies another kernel of the stream that triggers its dependent launch only
 // after its own grid dependency synchronisation (kernels/cuda/common/launch.cuh), as all kernels of this folder do.
 struct Weights {

@@ -2,7 +2,8 @@
 // is none: mma_convolution.cu.
 #include <algorithm>
 
-#include "kernels/cuda/conv1d/halves.cuh"
+#include "kernels/cuda/conv1d/convolution_kernel.cuh"
+#include "kernels/cuda/conv1d/launch_conv.cuh"
 #include "kernels/cuda/conv1d/mma.h"
 #include "kernels/cuda/conv1d/tensor_map.h"
 #include "kernels/plans/conv1d/mma_plan.h"
@@ -13,11 +14,26 @@ namespace {
 template <class T, int kColumns, bool kShortcut = false>
 cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
   if (passes == kExchange) {
-    if constexpr (kColumns == 128) return launch_conv<T, kColumns, false, kExchange, kShortcut>(maps, args, stream);
+    if constexpr (kColumns == 128) return launch_conv<T, kColumns, kAlongK, kExchange, kShortcut>(maps, args, stream);
     return cudaErrorInvalidValue;
   }
-  return dispatch_value<1, 2, 4, 8>(
-      passes, [&](auto count) { return launch_conv<T, kColumns, false, count.value, kShortcut>(maps, args, stream); });
+  return dispatch_value<1, 2, 4, 8>(passes, [&](auto count) {
+    return launch_conv<T, kColumns, kAlongK, count.value, kShortcut>(maps, args, stream);
+  });
+}
+
+InPlaceStage in_place_stage(bool dgrad, int taps, const ConvPlan& plan) {
+  constexpr uint32_t kWord = 4;
+  InPlaceStage stage{};
+  stage.transposed = dgrad, stage.taps = taps;
+  stage.boxes = dgrad ? plan.tile_columns / kInPlaceOutputs : 1;
+  stage.rows = dgrad ? kInPlaceChannels : plan.column_step;
+  stage.width = dgrad ? kInPlaceOutputs * taps + 8 : kInPlaceChannels * taps + 4;
+  const uint32_t row = stage.width * kWord, column = taps * kWord;
+  stage.box_bytes = stage.rows * row, stage.bytes = dgrad ? stage.boxes * stage.box_bytes : plan.tile_columns * row;
+  stage.of_output = dgrad ? column : row, stage.of_channel = dgrad ? row : column;
+  stage.of_outputs = dgrad ? stage.box_bytes : kInPlaceOutputs * row;
+  return stage;
 }
 
 template <bool kDgrad>
@@ -40,7 +56,11 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   maps.more_x = maps.x;
   if (x.more)
     if (const auto error = x_map(x.more, x_channels - conv.first_channels, &maps.more_x)) return error;
+  const InPlaceStage in_place = in_place_stage(kDgrad, conv.taps, plan);
   const auto weight_map = [&](const void* packed, int taps, int parts, CUtensorMap* map) {
+    if (conv.in_place)
+      return make_map({dtype, packed, 1, conv.y_channels, conv.x_channels * taps, 1, in_place.rows, in_place.width, 1},
+                      map);
     if (dtype == DType::kFloat32)
       return make_map({dtype, packed, parts * taps, kDgrad ? conv.x_channels : conv.y_channels, padded(x_channels), 1,
                        plan.column_step, step_channels, 1},
@@ -59,12 +79,16 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   const uint32_t box_stage = std::max((box_rows + 7) / 8 * 8, kTileRows) * kRowBytes;
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
   const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns <= 128;
-  if (shortcut.out && !(alone && small_tile && plan.together)) return cudaErrorInvalidValue;
+  if (shortcut.out && !(alone && small_tile && plan.together && !conv.in_place)) return cudaErrorInvalidValue;
   if (out.more && conv.first_channels * 2 != conv.x_channels) return cudaErrorInvalidValue;
   if (plan.splits > 1 && !alone) return cudaErrorInvalidValue;  // others' sums would find no place
   const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
   const bool one_block = alone || (conv.halves && plan.tile_columns > 64);  // a multiprocessor
-  const int stages = !small_tile ? ConvShape<256>::kWeights : one_block ? kMaxWeights : few_stages;
+  const int in_place_stages = plan.tile_columns * kRowBytes * kMaxWeights / static_cast<int>(in_place.bytes);
+  const int stages = conv.in_place ? std::min(kMaxWeights, in_place_stages)
+                     : !small_tile ? ConvShape<256>::kWeights
+                     : one_block   ? kMaxWeights
+                                   : few_stages;
   // A small grid's blocks start long before the previous kernel ends, and a large one's hardly before: then what is
   // read early delays the first box of x.
   const int prefetched = !weights.prefetchable || (shortcut.out && !shortcut.weights.prefetchable) ? 0
@@ -81,11 +105,13 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   args.beyond = x.more ? static_cast<int>(plan.first_chunks * step_channels - conv.first_channels) : 0;
   args.boxes = boxes, args.box_bytes = static_cast<uint32_t>(box_rows) * kRowBytes, args.box_stage = box_stage;
   args.weights = stages, args.weight_bytes = static_cast<uint32_t>(plan.column_step) * kRowBytes;
+  args.in_place = in_place;
   args.taps = conv.taps;
+  if (conv.in_place) return launch_in_place(maps, args, stream);
   if (conv.halves) return launch_halves(kDgrad, plan.tile_columns, maps, args, stream);
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr bool kMajorN = kDgrad && sizeof(T) == 2;
+    constexpr WeightLayout kLayout = kDgrad && sizeof(T) == 2 ? kAlongN : kAlongK;
     return dispatch_value<64, 128, 256>(plan.tile_columns, [&](auto columns) {
       constexpr int kColumns = columns.value;
       if constexpr (!kDgrad) {
@@ -96,7 +122,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
           return launch_normalised<T, kColumns>(passes, maps, args, stream);
         }
       }
-      return launch_conv<T, kColumns, kMajorN>(maps, args, stream);
+      return launch_conv<T, kColumns, kLayout>(maps, args, stream);
     });
   });
 }
@@ -106,6 +132,8 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
 bool has_wgmma() { return runs_hopper_code(); }
 
 bool supported() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
+
+bool takes_in_place(const Conv1d& conv) { return has_wgmma() && reads_in_place(conv); }
 
 bool takes(const Conv1d& conv) {
   if (!has_wgmma()) return supported() && mma_serves(conv);
@@ -139,7 +167,7 @@ bool takes_shortcut(const Conv1d& conv, int group) {
   if (!has_wgmma()) return false;
   const auto plan = plan_normalised(conv, group, multiprocessors());
   const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
-  return plan.together && plan.tile_columns <= 128 && blocks <= multiprocessors();
+  return !conv.in_place && plan.together && plan.tile_columns <= 128 && blocks <= multiprocessors();
 }
 
 cudaError_t fprop_normalised(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,

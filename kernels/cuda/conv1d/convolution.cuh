@@ -42,6 +42,18 @@ struct Shares {
         by_rows(rows) {}
 };
 
+// Where weights come from: packed, rows along K or along N, or as they lie in the parameter (in_place.cuh).
+enum WeightLayout { kAlongK, kAlongN, kInPlace };
+
+// A stage of weights as they lie in the parameter. Distances are in bytes.
+struct InPlaceStage {
+  bool transposed;                             // dgrad: outputs are the parameter's columns
+  int taps, boxes, rows, width;                // boxes of so many rows of so many words
+  uint32_t box_bytes, bytes;                   // of a box; from stage to stage
+  uint32_t of_output, of_channel, of_outputs;  // from an output or a contracted channel to the next; over 32 outputs
+};
+constexpr int kInPlaceOutputs = 32;  // that lie evenly, in a box of dgrad
+
 struct ConvArgs {
   ConvPlan plan;
   int64_t batch, out_length, outputs;
@@ -60,7 +72,8 @@ struct ConvArgs {
   uint32_t weight_bytes;          // of a stage
   Shortcut shortcut;
   int shortcut_parts;  // of its weight
-  int taps;            // planes of weights, before as many of their low halves or second parts
+  InPlaceStage in_place;
+  int taps;  // planes of weights, before as many of their low halves or second parts
 };
 
 // Operands that are pairs of float16 numbers: what the MMAs take, and of what type results are.
@@ -123,6 +136,40 @@ struct TileCoord {
     first_time = index % per_sample * plan.rows.time;
   }
 };
+
+// What a block contracts: boxes of A, one after the other, each for `terms` steps of B, and one of the shortcut's. (In
+// other steps: in_place.cuh.)
+struct Work {
+  int first, count;  // boxes
+  int parts, side;   // of a weight, each of which is a step; of the shortcut's, or 0
+  int terms;         // that a box serves, times the weight's parts
+  int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
+  int shortcut;      // where the shortcut's begin
+  int of_round;      // boxes of each of `rounds`
+
+  __device__ Work(const ConvArgs& args, const TileCoord& coord, int rounds, int parts, int side)
+      : parts(parts), side(side) {
+    const ConvPlan& plan = args.plan;
+    const int* const shift = plan.shift[0];
+    const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
+    terms = (plan.together ? all : 1) * parts;
+    start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
+    delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
+    shortcut = -plan.lowest * bytes;
+    of_round = plan.together ? plan.chunks : all * plan.chunks;
+    const int2 mine = share(of_round * rounds, coord.rank, plan.splits);
+    first = mine.x, count = mine.y - mine.x;
+  }
+};
+
+// Behind the main loop: the tile takes the place of what the other warpgroup still reads, and so, in a cluster, does what
+// other blocks send.
+template <bool kSplit>
+__device__ __forceinline__ void leave_stages(const ConvArgs& args) {
+  if (args.release) trigger_dependent_launch();
+  ptx::sync_threads(1, kConsumerThreads);
+  if constexpr (kSplit) ptx::cluster_arrive_relaxed();
+}
 
 // Four neighbouring elements, as they move.
 template <class T>

@@ -19,7 +19,8 @@
 // low by high, then high by high. The sums of the first two are those of low halves. Tensor cores round every sum
 // towards zero: each step of the last round is summed up alone and then added, rounded to the nearest.
 //
-// A float32 weight may come as two tf32 numbers (weight_parts): a step of its term each, one after the other.
+// A float32 weight may come as two tf32 numbers (weight_parts): a step of its term each, one after the other. Or weights are
+// read as they lie in the parameter, by another producer's step and another main loop (in_place.cuh).
 //
 // A shortcut is one more step a box, or two, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.
@@ -38,36 +39,13 @@
 #include "kernels/cuda/conv1d/epilogue.cuh"
 #include "kernels/cuda/conv1d/epilogue_exchange.cuh"
 #include "kernels/cuda/conv1d/epilogue_norm.cuh"
+#include "kernels/cuda/conv1d/in_place.cuh"
 #include "kernels/math/two_halves.h"
 
 namespace dpa::kernels::conv1d {
 
-// What a block contracts: boxes of A, one after the other, each for `terms` steps of B, and one of the shortcut's.
-struct Work {
-  int first, count;  // boxes
-  int parts, side;   // of a weight, each of which is a step; of the shortcut's, or 0
-  int terms;         // that a box serves, times the weight's parts
-  int start, delta;  // where the first term's rows begin in a box, in bytes, and from term to term
-  int shortcut;      // where the shortcut's begin
-  int of_round;      // boxes of each of `rounds`
-
-  __device__ Work(const ConvArgs& args, const TileCoord& coord, int rounds, int parts, int side)
-      : parts(parts), side(side) {
-    const ConvPlan& plan = args.plan;
-    const int* const shift = plan.shift[0];
-    const int all = plan.terms[coord.phase], bytes = plan.rows.samples * kRowBytes;
-    terms = (plan.together ? all : 1) * parts;
-    start = plan.together ? (shift[0] - plan.lowest) * bytes : 0;
-    delta = plan.together ? (shift[1] - shift[0]) * bytes : 0;
-    shortcut = -plan.lowest * bytes;
-    of_round = plan.together ? plan.chunks : all * plan.chunks;
-    const int2 mine = share(of_round * rounds, coord.rank, plan.splits);
-    first = mine.x, count = mine.y - mine.x;
-  }
-};
-
 // The producer thread. Prefetchable weights of the first phase are loaded before the grid dependency resolves.
-template <class T, int kColumns, bool kMajorN, bool kShortcut>
+template <class T, int kColumns, WeightLayout kLayout, bool kShortcut>
 struct Producer {
   using Shape = ConvShape<kColumns>;
   const TensorMaps& maps;
@@ -87,7 +65,16 @@ struct Producer {
   // Whether a chunk is of the first of two tensors.
   __device__ __forceinline__ bool of_first(int chunk) const { return chunk < args.plan.first_chunks; }
 
+  // Step i of a box.
   __device__ __forceinline__ void load_b(const PipelineState& at, int box, int i) const {
+    if constexpr (kLayout == kInPlace) {
+      const int chunk = box % args.plan.chunks,
+                channel = chunk * kStepChannels<T> - (of_first(chunk) ? 0 : args.beyond);
+      const InPlaceStage& stage = args.in_place;
+      const uint32_t full = acquire(pipelines.weights, at, stage.boxes * stage.box_bytes);
+      return load_in_place(&maps.weights, stage, coord.first_column, channel + i * kInPlaceChannels,
+                           memory + Shape::kBoxesBytes + at.stage * stage.bytes, full);
+    }
     const bool shortcut = kShortcut && i >= work.terms;
     const CUtensorMap* const map = shortcut ? &maps.shortcut : &maps.weights;
     const bool low = round_of(box) == 0 && kHalves<T> || work.parts > 1 && (i & 1);
@@ -96,7 +83,7 @@ struct Producer {
               chunk = box % args.plan.chunks, channel = chunk * kStepChannels<T> - (of_first(chunk) ? 0 : args.beyond);
     const uint32_t full = acquire(pipelines.weights, at, args.weight_bytes);
     const uint32_t to = memory + Shape::kBoxesBytes + at.stage * Shape::kWeightBytes;
-    if constexpr (kMajorN) {
+    if constexpr (kLayout == kAlongN) {
 #pragma unroll 1
       for (int n = 0; n < kColumns / 64; ++n)
         ptx::tma_load(to + n * kChunk * kRowBytes, map, coord.first_column + n * 64, channel, tap, full);
@@ -116,7 +103,7 @@ struct Producer {
   }
 
   __device__ void run() const {
-    const int steps = work.terms + work.side;  // of a box
+    const int steps = kLayout == kInPlace ? kBoxStages : work.terms + work.side;  // of a box
     PipelineState weight_at;
     const int prefetched = min(args.prefetched, work.count * steps);
 #pragma unroll 1
@@ -139,10 +126,11 @@ struct Producer {
 };
 
 // The consumer warpgroups' mainloop: a stage is released once the MMAs of the next step are in flight.
-template <class T, int kColumns, bool kMajorN, bool kShortcut, bool kSplit, bool kBySample>
+template <class T, int kColumns, WeightLayout kLayout, bool kShortcut, bool kSplit, bool kBySample>
 __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipelines, const ConvArgs& args,
                                               const Work& work, float* tile) {
   using Shape = ConvShape<kColumns>;
+  constexpr bool kMajorN = kLayout == kAlongN;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const uint32_t rows = memory + warpgroup * 64 * kRowBytes, weights = memory + Shape::kBoxesBytes;
   const int first_term = (args.plan.together ? args.plan.first_term[warpgroup] : 0) * work.parts;
@@ -232,9 +220,7 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
   if constexpr (kHalves<T>) {
     if (!high) scale_low();
   }
-  if (args.release) trigger_dependent_launch();
-  ptx::sync_threads(1, kConsumerThreads);  // the tile takes the place of what the other warpgroup still read
-  if constexpr (kSplit) ptx::cluster_arrive_relaxed();  // and so does what other blocks send
+  leave_stages<kSplit>(args);
   if constexpr (kBySample)
     store_by_sample<kColumns>(args, tile, sums);
   else
@@ -246,10 +232,9 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
 constexpr int kSumsWritten = 2;  // a barrier of the block, at which the producer warp waits for what it sends
 constexpr int kExchange = -1;    // the passes of a normalisation whose moments a cluster's blocks exchange
 
-// kMajorN: whether rows of weights run along N. kPasses: of the normalisation, kExchange, or 0 without one. kSplit:
-// the cluster has several blocks; then each has a multiprocessor, as far as the plan goes, and may use all of its
-// registers. kShortcut: with a side.
-template <class T, int kColumns, bool kMajorN, int kPasses, bool kSplit, bool kShortcut>
+// kPasses: of the normalisation, kExchange, or 0 without one. kSplit: the cluster has several blocks; then each has a
+// multiprocessor, as far as the plan goes, and may use all of its registers. kShortcut: with a side.
+template <class T, int kColumns, WeightLayout kLayout, int kPasses, bool kSplit, bool kShortcut>
 __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> && kColumns > 64)
                                                 ? 1
                                                 : ConvShape<kColumns>::kBlocks)
@@ -259,7 +244,8 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> &
   using Shape = ConvShape<kColumns>;
   // Alone in the block's shared memory, it begins where that does, at a multiple of 1024.
   extern __shared__ __align__(1024) uint8_t memory[];
-  auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + args.weights * Shape::kWeightBytes);
+  const int stages_bytes = (kLayout == kInPlace ? kMaxWeights : args.weights) * Shape::kWeightBytes;
+  auto& pipelines = *reinterpret_cast<Pipelines*>(memory + Shape::kBoxesBytes + stages_bytes);
   float* const tile = reinterpret_cast<float*>(memory);
   const TileCoord coord(args.plan, args.plan.column_step, blockIdx.x);
   constexpr bool kParts = std::is_same_v<T, float>;
@@ -285,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> &
       of_shortcut(args, coord, second, first);
   if (threadIdx.x >= kConsumerThreads) {
     if (threadIdx.x == kConsumerThreads)
-      Producer<T, kColumns, kMajorN, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
+      Producer<T, kColumns, kLayout, kShortcut>{maps, args, coord, work, ptx::shared_address(memory), pipelines}.run();
     __syncwarp();
     if constexpr (kSplit) {
       ptx::cluster_arrive_relaxed();
@@ -307,8 +293,12 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> &
       else
         return 0;
     }();
-    consume_tiles<T, kColumns, kMajorN, kShortcut, kSplit, kSplit && kPasses != 0>(ptx::shared_address(memory),
-                                                                                   pipelines, args, work, tile);
+    constexpr bool kBySample = kSplit && kPasses != 0;
+    if constexpr (kLayout == kInPlace)
+      consume_in_place<kColumns, kBySample>(ptx::shared_address(memory), pipelines, args, work, tile);
+    else
+      consume_tiles<T, kColumns, kLayout, kShortcut, kSplit, kBySample>(ptx::shared_address(memory), pipelines, args,
+                                                                        work, tile);
     if constexpr (kSplit) {
       cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);  // copies read the tiles
       ptx::arrive_threads(kSumsWritten, kThreads);
@@ -342,16 +332,18 @@ __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> &
 #endif
 }
 
-template <class T, int kColumns, bool kMajorN, int kPasses = 0, bool kShortcut = false>
+template <class T, int kColumns, WeightLayout kLayout, int kPasses = 0, bool kShortcut = false>
 cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
-  auto kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/kPasses == kExchange, kShortcut>;
+  using Shape = ConvShape<kColumns>;
+  constexpr bool kAlone = kPasses == kExchange || kLayout == kInPlace;  // on a multiprocessor, whatever the cluster
+  auto kernel = conv_kernel<T, kColumns, kLayout, kPasses, /*kSplit=*/kAlone, kShortcut>;
   if (args.plan.cluster() > 1) {
     if constexpr (kColumns == 256)
       return cudaErrorInvalidValue;
     else
-      kernel = conv_kernel<T, kColumns, kMajorN, kPasses, /*kSplit=*/true, kShortcut>;
+      kernel = conv_kernel<T, kColumns, kLayout, kPasses, /*kSplit=*/true, kShortcut>;
   }
-  const int bytes = ConvShape<kColumns>::bytes(args.weights);
+  const int bytes = Shape::bytes(kLayout == kInPlace ? kMaxWeights : args.weights);
   const Launch launch{args.blocks, kThreads, args.plan.cluster(), bytes, stream, /*urgent=*/true};
   return launch_cluster(kernel, launch, maps, args);
 }

@@ -2,7 +2,8 @@
 // convolution_kernel.cuh, and the pairs, eight neighbours of the padded rows or of packed weights a thread.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/two_halves.cuh"
-#include "kernels/cuda/conv1d/halves.cuh"
+#include "kernels/cuda/conv1d/convolution_kernel.cuh"
+#include "kernels/cuda/conv1d/launch_conv.cuh"
 
 namespace dpa::kernels::conv1d {
 namespace {
@@ -56,8 +57,8 @@ cudaError_t split_weights(const void* packed, int64_t count, int64_t width, void
 
 cudaError_t launch_halves(bool dgrad, int columns, const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
   return dispatch_value<64, 128>(columns, [&](auto n) {
-    return dgrad ? launch_conv<TwoHalves, n.value, true>(maps, args, stream)
-                 : launch_conv<TwoHalves, n.value, false>(maps, args, stream);
+    return dgrad ? launch_conv<TwoHalves, n.value, kAlongN>(maps, args, stream)
+                 : launch_conv<TwoHalves, n.value, kAlongK>(maps, args, stream);
   });
 }
 

@@ -17,11 +17,14 @@ cudaError_t make_map(const Boxes& boxes, CUtensorMap* map) {
   cuuint32_t box[3] = {static_cast<cuuint32_t>(boxes.box_columns)}, steps[3] = {1, 1, 1};
   box[of_rows] = static_cast<cuuint32_t>(boxes.box_rows) * step, steps[of_rows] = step;
   box[of_planes] = static_cast<cuuint32_t>(boxes.box_planes);
+  const auto width = boxes.box_columns * element;
+  const auto swizzle = width == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                       : width == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                     : CU_TENSOR_MAP_SWIZZLE_NONE;
   // TMA rounds float32 to tf32 on its way, where wgmma alone would truncate.
   const auto type = boxes.dtype == DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
                     : boxes.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const auto swizzle = boxes.box_columns * element == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const auto result =
       encode(map, type, 3, const_cast<void*>(boxes.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

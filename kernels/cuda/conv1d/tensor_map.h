@@ -10,8 +10,8 @@
 namespace dpa::kernels::conv1d {
 
 // A (planes, rows, columns) tensor of 16-bit elements, or of float32 that arrives rounded to tf32, columns side by side, of which boxes of
-// (box_planes, box_rows, box_columns) are copied, every `row_step`-th row of it. A box's row is 128 or 64 bytes wide
-// and is swizzled over that width. `planes_inside`: a box lies as (rows, planes, columns), and its coordinates are in
+// (box_planes, box_rows, box_columns) are copied, every `row_step`-th row of it. A box's row that is 128 or 64 bytes wide
+// is swizzled over that width, any other is not. `planes_inside`: a box lies as (rows, planes, columns), and its coordinates are in
 // that order too.
 struct Boxes {
   DType dtype;

@@ -58,6 +58,11 @@ void split(ConvPlan& plan, int multiprocessors, int times = 1) {
   while (plan.together && plan.splits > plan.chunks * times) plan.splits /= 2;
 }
 
+// Whether one box of x, `reach` times longer than a tile, can serve all terms.
+bool shares_box(const RowTiles& rows, int reach) {
+  return rows.per_sample == 1 && (rows.time + reach) * rows.samples <= 2 * kTileRows;
+}
+
 // `first`: how many of the contracted channels are of the first of two tensors, or all.
 void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_length, int64_t contracted, int64_t first,
             int64_t outputs, int multiprocessors, int step) {
@@ -71,15 +76,14 @@ void finish(ConvPlan& plan, const Conv1d& conv, int64_t x_length, int64_t out_le
   const int64_t steps = static_cast<int64_t>(terms) * plan.parts * plan.chunks * rounds(conv);
   // The wide tile reads less for each MMA, but has a longer epilogue: it is for long sums, and for a grid that
   // fills most of the device.
-  const bool wide =
-      !conv.halves && outputs % 256 == 0 && steps >= 64 && row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
+  const bool wide = !conv.halves && !conv.in_place && outputs % 256 == 0 && steps >= 64 &&
+                    row_tiles * (outputs / 256) * 5 >= multiprocessors * 4;
   plan.tile_rows = kTileRows, plan.tile_columns = wide ? 256 : 128;
   plan.column_step = plan.tile_columns, plan.column_tiles = ceil_div(outputs, plan.tile_columns);
   // The swizzle follows addresses, so a term's rows may begin at any row of a box. Split-K is then over chunks.
   const int* const shift = plan.shift[0];
   plan.lowest = std::min(shift[0], shift[plan.terms[0] - 1]), plan.reach = plan.terms[0] - 1;
-  plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && plan.rows.per_sample == 1 &&
-                  (plan.rows.time + plan.reach) * plan.rows.samples <= 2 * kTileRows;
+  plan.together = plan.phases == 1 && plan.stride == 1 && plan.reach > 0 && shares_box(plan.rows, plan.reach);
   // Where no tile is full, all have as many samples: two of eight, not one of ten and one of six.
   if (conv.alone && plan.together && plan.rows.time * plan.rows.samples != kTileRows)
     plan.rows.samples = static_cast<int>(ceil_div(conv.batch, plan.rows.count));
@@ -159,6 +163,20 @@ bool serves(const Conv1d& c) {
                      c.batch * ceil_div(std::max(c.y_length, c.x_length), kTileRows) * 2 < kLimit &&
                      ceil_div(std::max(c.y_channels, c.x_channels), 32) < 65536;
   return type && taps && stride && reach && some && sizes;
+}
+
+bool can_read_in_place(const Conv1d& c) {
+  const bool format = c.dtype == DType::kFloat32 && !c.halves && c.x_channels % 4 == 0 && weight_parts(c) == 1;
+  const bool taps = c.taps % 2 == 1 && c.taps > 1 && c.taps <= kInPlaceTaps;
+  if (!format || !taps || c.stride != 1 || c.x_length != c.y_length) return false;
+  return shares_box(row_tiles(c.batch, c.y_length, kTileRows), c.taps - 1);
+}
+
+bool reads_in_place(const Conv1d& c) {
+  const int64_t weights = c.y_channels * c.x_channels * c.taps, rows = c.batch * c.y_length;
+  // Measured in networks (docs/training-log.md).
+  constexpr int64_t kMany = 12'000'000, kSome = 1 << 20;
+  return rows <= (weights >= kMany ? 1024 : weights >= kSome ? 512 : 0) && can_read_in_place(c);
 }
 
 // `step`: columns that a tile of 64 may use, 0 where there may be none.

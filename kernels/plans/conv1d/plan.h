@@ -21,6 +21,13 @@ bool built_with_kernels();
 
 // Whether the kernels take these sizes.
 bool serves(const Conv1d& conv);
+// Whether fprop and dgrad by wgmma read weights as they lie in the parameter, which begins at a multiple of 16 bytes,
+// instead of packed ones: in float32, with an odd number of taps and whole vectors in a row, where a box of x serves all
+// taps; and where that is faster: with many weights for few rows, as packing them then takes as long as the GEMM.
+bool can_read_in_place(const Conv1d& conv);
+bool reads_in_place(const Conv1d& conv);
+constexpr int kInPlaceChannels = 16;  // that a stage of them contracts
+constexpr int kInPlaceTaps = 7;       // at most
 // Whether the weight gradient by wgmma is compiled for the number of taps.
 bool wgmma_takes_taps(const Conv1d& conv);
 

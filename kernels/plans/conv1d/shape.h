@@ -21,6 +21,8 @@ struct Conv1d {
   int64_t first_channels = 0;  // of the first of two tensors that x is side by side, multiples of 8; 0: x is one
   // Float32 to its own accuracy: operands are pairs of float16 numbers (conv1d.h), fprop and dgrad alone.
   bool halves = false;
+  // fprop and dgrad read weights of float32 as they lie in the parameter (plan.h: can_read_in_place).
+  bool in_place = false;
 };
 
 // In how many tf32 numbers a float32 weight comes: itself, or, of few elements, two, whose sum is the weight to 21 bits.

@@ -11,21 +11,26 @@ from torch import Tensor, nn
 from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1d, Conv1dBlock
 
 
-def begin(linear: Sequence[list[Tensor]], layers: Sequence[nn.Module], sample: Tensor) -> None:
+def begin(
+    linear: Sequence[list[Tensor]], layers: Sequence[tuple[nn.Module, int]], sample: Tensor
+) -> None:
     """Let the graph pack the weights of each layer while the residual block before it runs.
 
     Args:
         linear: the weights of each ``dpa::joint_linear`` that comes before the layers.
-        layers: residual blocks and convolutions in the order of their calls; others are left out.
+        layers: residual blocks and convolutions in the order of their calls, each with the length
+            that it reads; others are left out.
         sample: the network's input.
 
     """
-    found = [*linear, *map(_weights, layers)]
-    weights = [weight for layer in found for weight in layer]
+    found = [(layer, 0) for layer in linear] + [(_weights(of), length) for of, length in layers]
+    found = [(layer, length) for layer, length in found if layer]
+    weights = [weight for layer, _ in found for weight in layer]
     if len({(weight.device, weight.dtype) for weight in weights}) == 1:
         lower = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda") if lower else sample.dtype
-        torch.ops.dpa.pack_ahead(weights, [len(layer) for layer in found if layer], dtype)
+        counts, lengths = [len(layer) for layer, _ in found], [length for _, length in found]
+        torch.ops.dpa.pack_ahead(weights, counts, dtype, sample.size(0), lengths)
 
 
 @torch.jit.unused

@@ -250,7 +250,11 @@ class ConditionalUnet1D(nn.Module):
         time = _TIME_LAYERS.of(self) or []
         linear = [*([weight] for weight in time[::2]), film[0]]
         parts = (*self.down_modules, self.mid_modules, *self.up_modules, self.final_conv)
-        pack_ahead.begin(linear, [layer for part in parts for layer in part], sample)
+        lowest = len(self.down_modules) - 1
+        halvings = [*range(lowest + 1), lowest, *range(lowest, 0, -1), 0]
+        pairs = zip(parts, halvings, strict=True)
+        layers = [(layer, sample.size(1) >> level) for part, level in pairs for layer in part]
+        pack_ahead.begin(linear, layers, sample)
         return True
 
     @torch.jit.unused
