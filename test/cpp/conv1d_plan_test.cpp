@@ -275,6 +275,62 @@ TEST(Tf32, StepsCoverWhatIsContracted) {
   }
 }
 
+Conv1d float_convolution(int64_t batch, int64_t length, int64_t y_channels, int64_t x_channels, int taps, int stride) {
+  Conv1d c = convolution(batch, length, y_channels, x_channels, taps, stride);
+  c.dtype = DType::kFloat32;
+  return c;
+}
+
+TEST(InPlace, ManyWeightsForFewRows) {
+  const auto reads = [](auto... sizes) { return reads_in_place(float_convolution(sizes...)); };
+  EXPECT_TRUE(reads(64, 4, 2048, 2048, 5, 1));
+  EXPECT_TRUE(reads(64, 8, 512, 512, 5, 1));
+  EXPECT_TRUE(reads(64, 16, 2048, 2048, 5, 1));    // 1024 rows, 20 million weights
+  EXPECT_FALSE(reads(128, 8, 1024, 1024, 5, 1));   // 5 million
+  EXPECT_FALSE(reads(128, 16, 2048, 2048, 5, 1));  // 2048 rows
+  EXPECT_FALSE(reads(16, 16, 256, 256, 5, 1));     // few weights
+  EXPECT_FALSE(reads(16, 16, 1024, 1024, 1, 1));
+  EXPECT_FALSE(reads(16, 16, 1024, 1024, 4, 2));
+  EXPECT_FALSE(reads(16, 16, 1024, 1024, 3, 2));
+  EXPECT_FALSE(reads(2, 200, 1024, 1024, 5, 1));  // no box holds a sample
+  EXPECT_FALSE(reads(64, 2, 1024, 1024, 5, 1));
+  EXPECT_FALSE(reads(16, 16, 1024, 1022, 5, 1));  // rows are no whole vectors
+  EXPECT_FALSE(reads_in_place(convolution(64, 4, 2048, 2048, 5, 1)));
+}
+
+// A warp's eight outputs by four channels meet every bank once, within the words of their stage, of which two or more fit.
+TEST(InPlace, WordsMeetEveryBankOnce) {
+  for (const int channels : {512, 800, 2048})
+    for (const int taps : {3, 5, 7})
+      for (const bool dgrad : {false, true}) {
+        Conv1d c = float_convolution(40, 8, channels, channels, taps, 1);
+        ASSERT_TRUE(can_read_in_place(c));
+        c.in_place = true;
+        const ConvPlan plan = dgrad ? plan_dgrad(c, 132) : plan_fprop(c, 132);
+        ASSERT_TRUE(plan.together && plan.phases == 1 && plan.parts == 1 && plan.tile_columns <= 128);
+        for (int i = 0; i < taps; ++i) EXPECT_EQ(plan.tap[0][i], i);
+        const InPlaceStage stage = in_place_stage(plan, taps, dgrad);
+        EXPECT_LE(2 * stage.bytes, 9u * 128 * plan.tile_columns);  // kMaxWeights stages of packed weights
+        EXPECT_EQ(stage.bytes % 128, 0u);
+        EXPECT_LE(stage.width, 256);
+        std::set<uint32_t> words;
+        for (int tap = 0; tap < taps; ++tap)
+          for (int output = 0; output < plan.tile_columns; output += 8)
+            for (int channel = 0; channel < kInPlaceChannels; channel += 4) {
+              std::set<uint32_t> banks;
+              for (int lane = 0; lane < 32; ++lane) {
+                const int n = output + lane / 4;
+                const uint32_t at = n / kInPlaceOutputs * stage.of_outputs + n % kInPlaceOutputs * stage.of_output +
+                                    (channel + lane % 4) * stage.of_channel + tap * 4;
+                EXPECT_LT(at, stage.bytes);
+                words.insert(at), banks.insert(at / 4 % 32);
+              }
+              EXPECT_EQ(banks.size(), 32u) << taps << " taps, output " << output << ", channel " << channel;
+            }
+        EXPECT_EQ(words.size(), static_cast<size_t>(taps * plan.tile_columns * kInPlaceChannels));
+      }
+}
+
 // Pairs of float16 numbers: chunks as in 16 bits, each multiplied three times, by tiles whose sums fit twice into
 // registers.
 TEST(Halves, ThreeRoundsOfTheSameChunks) {

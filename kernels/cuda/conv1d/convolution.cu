@@ -22,20 +22,6 @@ cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs
   });
 }
 
-InPlaceStage in_place_stage(bool dgrad, int taps, const ConvPlan& plan) {
-  constexpr uint32_t kWord = 4;
-  InPlaceStage stage{};
-  stage.transposed = dgrad, stage.taps = taps;
-  stage.boxes = dgrad ? plan.tile_columns / kInPlaceOutputs : 1;
-  stage.rows = dgrad ? kInPlaceChannels : plan.column_step;
-  stage.width = dgrad ? kInPlaceOutputs * taps + 8 : kInPlaceChannels * taps + 4;
-  const uint32_t row = stage.width * kWord, column = taps * kWord;
-  stage.box_bytes = stage.rows * row, stage.bytes = dgrad ? stage.boxes * stage.box_bytes : plan.tile_columns * row;
-  stage.of_output = dgrad ? column : row, stage.of_channel = dgrad ? row : column;
-  stage.of_outputs = dgrad ? stage.box_bytes : kInPlaceOutputs * row;
-  return stage;
-}
-
 template <bool kDgrad>
 cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const Weights& weights, const Addends& addends,
                 const OutputRows& out, const Normalisation& normalisation, const Shortcut& shortcut,
@@ -56,7 +42,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   maps.more_x = maps.x;
   if (x.more)
     if (const auto error = x_map(x.more, x_channels - conv.first_channels, &maps.more_x)) return error;
-  const InPlaceStage in_place = in_place_stage(kDgrad, conv.taps, plan);
+  const InPlaceStage in_place = in_place_stage(plan, conv.taps, kDgrad);
   const auto weight_map = [&](const void* packed, int taps, int parts, CUtensorMap* map) {
     if (conv.in_place)
       return make_map({dtype, packed, 1, conv.y_channels, conv.x_channels * taps, 1, in_place.rows, in_place.width, 1},

@@ -45,15 +45,6 @@ struct Shares {
 // Where weights come from: packed, rows along K or along N, or as they lie in the parameter (in_place.cuh).
 enum WeightLayout { kAlongK, kAlongN, kInPlace };
 
-// A stage of weights as they lie in the parameter. Distances are in bytes.
-struct InPlaceStage {
-  bool transposed;                             // dgrad: outputs are the parameter's columns
-  int taps, boxes, rows, width;                // boxes of so many rows of so many words
-  uint32_t box_bytes, bytes;                   // of a box; from stage to stage
-  uint32_t of_output, of_channel, of_outputs;  // from an output or a contracted channel to the next; over 32 outputs
-};
-constexpr int kInPlaceOutputs = 32;  // that lie evenly, in a box of dgrad
-
 struct ConvArgs {
   ConvPlan plan;
   int64_t batch, out_length, outputs;

@@ -266,6 +266,20 @@ ConvPlan plan_normalised(const Conv1d& conv, int64_t group, int multiprocessors)
   return plan.splits < 4 ? plain : plan;
 }
 
+InPlaceStage in_place_stage(const ConvPlan& plan, int taps, bool dgrad) {
+  constexpr uint32_t kWord = 4;
+  InPlaceStage stage{};
+  stage.transposed = dgrad, stage.taps = taps;
+  stage.boxes = dgrad ? plan.tile_columns / kInPlaceOutputs : 1;
+  stage.rows = dgrad ? kInPlaceChannels : plan.column_step;
+  stage.width = dgrad ? kInPlaceOutputs * taps + 8 : kInPlaceChannels * taps + 4;
+  const uint32_t row = stage.width * kWord, column = taps * kWord;
+  stage.box_bytes = stage.rows * row, stage.bytes = dgrad ? stage.boxes * stage.box_bytes : plan.tile_columns * row;
+  stage.of_output = dgrad ? column : row, stage.of_channel = dgrad ? row : column;
+  stage.of_outputs = dgrad ? stage.box_bytes : kInPlaceOutputs * row;
+  return stage;
+}
+
 WgradPlan plan_wgrad(const Conv1d& conv, int multiprocessors) {
   WgradPlan plan{};
   plan.rows = row_tiles(conv.batch, conv.y_length, kChunk);

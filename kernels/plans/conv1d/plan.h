@@ -26,8 +26,7 @@ bool serves(const Conv1d& conv);
 // taps; and where that is faster: with many weights for few rows, as packing them then takes as long as the GEMM.
 bool can_read_in_place(const Conv1d& conv);
 bool reads_in_place(const Conv1d& conv);
-constexpr int kInPlaceChannels = 16;  // that a stage of them contracts
-constexpr int kInPlaceTaps = 7;       // at most
+constexpr int kInPlaceTaps = 7;  // at most
 // Whether the weight gradient by wgmma is compiled for the number of taps.
 bool wgmma_takes_taps(const Conv1d& conv);
 
@@ -83,6 +82,18 @@ constexpr int most_blocks(int time, int rows, int splits) {
   const int most = time == 1 ? 1 : (time - 2) / rows + 2;
   return most < splits ? most : splits;
 }
+
+// A stage of weights as they lie in the parameter (kernels/cuda/conv1d/in_place.cuh): boxes of `rows` rows of `width` words,
+// of which the last are not used, for the sake of shared memory's banks. Distances are in bytes.
+constexpr int kInPlaceChannels = 16;  // contracted ones of a stage
+constexpr int kInPlaceOutputs = 32;   // that lie evenly, in a box of dgrad
+struct InPlaceStage {
+  bool transposed;  // dgrad: outputs are the parameter's columns
+  int taps, boxes, rows, width;
+  uint32_t box_bytes, bytes;                   // of a box; from stage to stage
+  uint32_t of_output, of_channel, of_outputs;  // from an output or a contracted channel to the next; over 32 outputs
+};
+InPlaceStage in_place_stage(const ConvPlan& plan, int taps, bool dgrad);
 
 struct WgradPlan {
   RowTiles rows;   // pieces of at most kChunk rows; in float32 of kTf32Times times of kTf32Samples samples

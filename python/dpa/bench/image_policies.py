@@ -168,13 +168,19 @@ def _call(policy: Any, seen: dict[str, Tensor]) -> Callable[..., Tensor]:
 
 
 def step_rows(case: Case, seconds: float = 10.0) -> list[Row]:
-    """Loss and backward, called, in float32 and under autocast in bfloat16."""
+    """Loss and backward, called, in float32 and under autocast in bfloat16.
+
+    Gradients are cleared as trainers do it, by the optimizer.
+    """
     device = choose_device("auto")
     plain = case.build(device).train()
     batch = case.batch(case.samples, device, 2) | case.actions(case.samples, device)
     policies = {PLAIN: plain, DPA: dpa.accelerate(copy.deepcopy(plain))}
+    optimizers = {how: torch.optim.AdamW(policy.parameters()) for how, policy in policies.items()}
     steps = {
-        (how, name): partial(_step, policy, batch, None if name == "float32" else dtype)
+        (how, name): partial(
+            _step, policy, optimizers[how], batch, None if name == "float32" else dtype
+        )
         for how, policy in policies.items()
         for name, dtype in DTYPES.items()
     }
@@ -185,8 +191,13 @@ def step_rows(case: Case, seconds: float = 10.0) -> list[Row]:
     ]
 
 
-def _step(policy: nn.Module, batch: dict[str, Tensor], autocast: torch.dtype | None) -> None:
-    policy.zero_grad(set_to_none=True)
+def _step(
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    autocast: torch.dtype | None,
+) -> None:
+    optimizer.zero_grad()
     kind = batch["action"].device.type
     with torch.autocast(kind, autocast) if autocast else nullcontext():
         loss = policy(dict(batch))[0]
