@@ -64,7 +64,7 @@ Conv1dForward conv1d_forward_cuda(const Tensor& input, const Tensor& weight, con
   const int64_t channels = weight.size(transposed ? 1 : 0);
   auto out = empty_in_order(input.size(0), channels, transposed ? conv.x_length : conv.y_length, channels_last,
                             input.options());
-  conv.in_place = tf32 && !ahead.defined() && reads_in_place(conv, weight);
+  conv.in_place = tf32 && reads_in_place(conv, weight);
   const auto weights = conv.in_place                    ? weight
                        : !tf32                          ? packed
                        : ahead.defined() && !transposed ? ahead

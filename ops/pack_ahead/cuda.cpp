@@ -25,7 +25,7 @@ unsigned long long capture_id() {
 
 struct Layer {
   std::vector<Tensor> weights;
-  int64_t batch, length;  // of what it reads; a length of 0 is unknown
+  int64_t batch, length;  // of what it reads; a length of 0 is unknown, or is not kept
   PackedAhead packed;
   std::optional<Branches> branch;  // that packs
 };
@@ -46,7 +46,7 @@ bool packs(const Layer& layer, at::ScalarType dtype) {
 std::vector<size_t> packed_weights(const Layer& layer, at::ScalarType dtype) {
   std::vector<size_t> packed;
   for (size_t i = 0; i < layer.weights.size(); ++i)
-    if (!is_block(layer) || layer.length <= 0 ||
+    if (layer.length <= 0 ||
         !reads_in_place(same_length(layer.weights[i], dtype, layer.batch, layer.length), layer.weights[i]))
       packed.push_back(i);
   return packed;

@@ -8,8 +8,9 @@
 namespace dpa {
 
 /// `counts` splits the weights into layers: those of a `joint_linear`, which have two dimensions; that of a convolution;
-/// or those of a residual block's convolutions, the first, the second and, if there is one, the residual one. `batch` and,
-/// of each layer, `lengths` say what the layers will read; without lengths every weight of a block is packed.
+/// or those of a residual block's convolutions, the first, the second and, if there is one, the residual one. `batch` and
+/// `lengths` say what layers will read that keep their input's length, 0 of others: weights that are read in place are left
+/// out. Without lengths every weight is packed.
 void check_pack_ahead(at::TensorList weights, at::IntArrayRef counts, at::ScalarType dtype, c10::SymInt batch,
                       at::SymIntArrayRef lengths);
 

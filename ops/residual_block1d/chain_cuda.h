@@ -12,7 +12,8 @@ namespace dpa {
 
 namespace norms = kernels::channels_last;
 
-/// Of a forward: yet to be packed, packed by a branch that has just joined, or by an earlier kernel than the last.
+/// Of a forward: yet to be packed; packed by a branch that has just joined, or all read in place; or packed by an earlier
+/// kernel than the last.
 enum PackedWeights { kFresh, kPackedAhead, kPackedBefore };
 
 /// A block whose layers the kernels all take.
@@ -43,7 +44,7 @@ class Chain {
       if (block_[slot].defined() && block_[slot].scalar_type() != block_[kConv1Weight].scalar_type()) return false;
     return true;
   }
-  /// A forward packs weights and reads the other parameters in place.
+  /// A forward packs weights, or reads them in place as it does the other parameters.
   bool serves() const {
     for (const auto slot : kBlockWeights)
       if (block_[slot].defined() && !block_[slot].is_contiguous()) return false;
@@ -66,19 +67,20 @@ class Chain {
     // Without a convolution the channels are the output's, of whole vectors.
     const auto residual = convolves ? activation() : x;
     const bool beside = convolves && takes_shortcut();
-    Branches apart;  // where the residual convolution has a launch of its own
-    if (convolves && !beside && apart.apart()) {
-      apart.fork();
-      convolve({kResidualWeight, kResidualBias, prefetchable}, input, residual, apart.side());
+    // Beside a convolution that reads its weights in place, the residual one is a branch of a captured graph.
+    Branches branch;
+    const bool apart = convolves && !beside && branch.apart() && reads_in_place(kConv1Weight);
+    if (apart) {
+      branch.fork();
+      convolve({kResidualWeight, kResidualBias, prefetchable}, input, residual, &branch);
     }
     layer({kConv1Weight, kConv1Bias, prefetchable}, input, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
-    if (convolves && !beside && !apart.apart())
-      convolve({kResidualWeight, kResidualBias, true}, input, residual, stream_);
+    if (convolves && !beside && !apart) convolve({kResidualWeight, kResidualBias, true}, input, residual);
     if (fresh) packing.join();
-    if (convolves && !beside) apart.join();
-    layer({kConv2Weight, kConv2Bias, !fresh || !packing.apart()}, side_by_side(activated), conv2, residual,
-          second_norm(conv2), out);
+    if (apart) branch.join();
+    const bool before = !fresh || !packing.apart() || reads_in_place(kConv2Weight);  // the first convolution
+    layer({kConv2Weight, kConv2Bias, before}, side_by_side(activated), conv2, residual, second_norm(conv2), out);
     return {out, conv1, activated, conv2};
   }
 
@@ -133,7 +135,8 @@ class Chain {
     // The epilogue adds an element of what the residual convolution makes, and stores the sum in its place.
     if (of_input && !convolves) grad_input = allocate_inputs();
     if (of_input)
-      convolve_back(kConv1Weight, !fresh, grad_conv1, through, grad_input, workspace_back(kConv1Weight), stream_);
+      convolve_back(kConv1Weight, !fresh || reads_in_place(kConv1Weight), grad_conv1, through, grad_input,
+                    workspace_back(kConv1Weight), stream_);
     add_slices(partials, mask, to, parameters);
     weight_back(kConv1Weight, grad_conv1, input, mask, to, parameters);
     Unjoined::join();
@@ -203,11 +206,13 @@ class Chain {
   gemm::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), {}};
   }
-  void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out, c10::cuda::CUDAStream stream) const {
+  /// On a branch that has forked, or the main stream.
+  void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out, Branches* branch = nullptr) const {
     const auto conv = convolution(c.weight);
     own_.push_back(workspace(gemm::fprop_workspace(conv, /*group=*/0), out));
+    if (branch) branch->fork_for_fills();
     C10_CUDA_CHECK(gemm::fprop(conv, x, weights(c), addends(c.bias), out.mutable_data_ptr(),
-                               mutable_data_or_null(own_.back()), stream));
+                               mutable_data_or_null(own_.back()), branch ? branch->side() : stream_));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether the residual convolution can run in the launch of the first one.
@@ -236,7 +241,7 @@ class Chain {
       return;
     }
     if (!conv.defined()) conv = activation();
-    convolve(c, x, conv, stream_);
+    convolve(c, x, conv);
     norm.input = conv.const_data_ptr();
     C10_CUDA_CHECK(norms::forward(norm, stream_));
   }
@@ -247,8 +252,8 @@ class Chain {
   void convolve_back(BlockSlot weight, bool prefetchable, const void* grad, const gemm::Rows& residual,
                      const gemm::OutputRows& out, void* between, c10::cuda::CUDAStream stream) const {
     const gemm::Addends addends{nullptr, kernel_dtype(type_), residual};
-    C10_CUDA_CHECK(gemm::dgrad(convolution(weight), grad, weights({weight, {}, prefetchable || reads_in_place(weight)}),
-                               addends, out, between, stream));
+    C10_CUDA_CHECK(
+        gemm::dgrad(convolution(weight), grad, weights({weight, {}, prefetchable}), addends, out, between, stream));
   }
   /// Where a gradient goes, or null where it is not wanted.
   void* gradient(BlockSlot slot, const BlockMask& mask, BlockGradients& to) const {

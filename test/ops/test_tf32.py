@@ -182,15 +182,20 @@ def test_residual_block(c_in, c_out, groups, tf32):
             assert ("pack_pairs" in ran or "pack<" in ran) == ((c_in, c_out) != (512, 512))
 
 
-def test_a_captured_backward_reads_strided_weights():
-    """What a branch packs has been copied before the branch begins."""
+@pytest.mark.parametrize(("batch", "channels"), [(40, 256), (24, 512)])
+def test_a_captured_backward_reads_strided_weights(batch, channels):
+    """What a branch packs, or a data gradient reads in place, has been copied before."""
     torch.manual_seed(0)
     new = lambda *size: torch.randn(size, device="cuda")  # noqa: E731
     weight = lambda *size: _channels_last(new(*size) / 20)  # noqa: E731
-    conv2 = weight(256, 256, 5), *(new(256) for _ in range(3))
-    tensors = _channels_last(new(40, 128, 16)), weight(256, 128, 5), *(new(256) for _ in range(3))
-    tensors = *tensors, *conv2, weight(256, 128, 1), new(256)
-    grad = _channels_last(new(40, 256, 16))
+    conv2 = weight(channels, channels, 5), *(new(channels) for _ in range(3))
+    tensors = (
+        _channels_last(new(batch, channels // 2, 16)),
+        weight(channels, channels // 2, 5),
+        *(new(channels) for _ in range(3)),
+    )
+    tensors = *tensors, *conv2, weight(channels, channels // 2, 1), new(channels)
+    grad = _channels_last(new(batch, channels, 16))
 
     def run():
         leaves = [t.detach().requires_grad_() for t in tensors]

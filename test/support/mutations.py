@@ -333,7 +333,7 @@ MUTATIONS = [
     ),
     Mutation(
         "barrier: sums take the place of what another warpgroup reads",
-        "kernels/cuda/conv1d/convolution_kernel.cuh",
+        "kernels/cuda/conv1d/convolution.cuh",
         "trigger_dependent_launch();\n  ptx::sync_threads(1, kConsumerThreads);",
         "trigger_dependent_launch();\n",
         _CONVOLUTIONS,

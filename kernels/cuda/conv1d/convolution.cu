@@ -66,6 +66,7 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
   const int boxes = std::min(kMaxBoxes, static_cast<int>(ConvShape<128>::kBoxesBytes / box_stage));
   const bool alone = blocks <= multiprocessors(), small_tile = plan.tile_columns <= 128;
   if (shortcut.out && !(alone && small_tile && plan.together && !conv.in_place)) return cudaErrorInvalidValue;
+  if (conv.in_place && !can_read_in_place(conv)) return cudaErrorInvalidValue;
   if (out.more && conv.first_channels * 2 != conv.x_channels) return cudaErrorInvalidValue;
   if (plan.splits > 1 && !alone) return cudaErrorInvalidValue;  // others' sums would find no place
   const int few_stages = plan.tile_columns == 64 ? ConvShape<64>::kWeights : ConvShape<128>::kWeights;
@@ -119,7 +120,7 @@ bool has_wgmma() { return runs_hopper_code(); }
 
 bool supported() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
 
-bool takes_in_place(const Conv1d& conv) { return has_wgmma() && reads_in_place(conv); }
+bool takes_in_place(const Conv1d& conv) { return reads_in_place(conv) && has_wgmma(); }
 
 bool takes(const Conv1d& conv) {
   if (!has_wgmma()) return supported() && mma_serves(conv);

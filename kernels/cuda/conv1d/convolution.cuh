@@ -128,8 +128,8 @@ struct TileCoord {
   }
 };
 
-// What a block contracts: boxes of A, one after the other, each for `terms` steps of B, and one of the shortcut's. (In
-// other steps: in_place.cuh.)
+// What a block contracts: boxes of A, one after the other, each for `terms` steps of B, and one of the shortcut's. Of
+// weights that are read in place, boxes alone are the same (in_place.cuh).
 struct Work {
   int first, count;  // boxes
   int parts, side;   // of a weight, each of which is a step; of the shortcut's, or 0

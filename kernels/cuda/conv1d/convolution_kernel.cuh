@@ -20,7 +20,7 @@
 // towards zero: each step of the last round is summed up alone and then added, rounded to the nearest.
 //
 // A float32 weight may come as two tf32 numbers (weight_parts): a step of its term each, one after the other. Or weights are
-// read as they lie in the parameter, by another producer's step and another main loop (in_place.cuh).
+// read as they lie in the parameter, in other steps and by another main loop, of the transposed GEMM (in_place.cuh).
 //
 // A shortcut is one more step a box, or two, a weight of one tap, whose accumulators are a tile of their own without a
 // normalisation.
@@ -232,7 +232,7 @@ __device__ __forceinline__ void consume_tiles(uint32_t memory, Pipelines& pipeli
 constexpr int kSumsWritten = 2;  // a barrier of the block, at which the producer warp waits for what it sends
 constexpr int kExchange = -1;    // the passes of a normalisation whose moments a cluster's blocks exchange
 
-// kPasses: of the normalisation, kExchange, or 0 without one. kSplit: the cluster has several blocks; then each has a
+// kPasses: of the normalisation, kExchange, or 0 without one. kSplit: the cluster may have several blocks, each of which has a
 // multiprocessor, as far as the plan goes, and may use all of its registers. kShortcut: with a side.
 template <class T, int kColumns, WeightLayout kLayout, int kPasses, bool kSplit, bool kShortcut>
 __global__ void __launch_bounds__(kThreads, kSplit || kShortcut || (kHalves<T> && kColumns > 64)

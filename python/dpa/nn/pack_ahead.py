@@ -23,7 +23,9 @@ def begin(
         sample: the network's input.
 
     """
-    found = [(layer, 0) for layer in linear] + [(_weights(of), length) for of, length in layers]
+    keeps = (ConditionalResidualBlock1D, Conv1dBlock)  # its input's length
+    found = [(layer, 0) for layer in linear]
+    found += [(_weights(of), length if isinstance(of, keeps) else 0) for of, length in layers]
     found = [(layer, length) for layer, length in found if layer]
     weights = [weight for layer, _ in found for weight in layer]
     if len({(weight.device, weight.dtype) for weight in weights}) == 1:
