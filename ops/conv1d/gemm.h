@@ -19,12 +19,15 @@ inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return bytes == 0 ? Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
 }
 
-/// fprop, or dgrad of one tensor to one, on the current stream. Returns its workspace.
+/// fprop, or dgrad of one tensor to one, on the current stream, or on the side of a branch that has forked. Returns its
+/// workspace.
 [[nodiscard]] inline Tensor convolve(bool dgrad, const gemm::Conv1d& conv, const gemm::Rows& in,
-                                     const gemm::Weights& weights, const gemm::Addends& addends, const Tensor& out) {
+                                     const gemm::Weights& weights, const gemm::Addends& addends, const Tensor& out,
+                                     Branches* branch = nullptr) {
   const auto own = workspace(dgrad ? gemm::dgrad_workspace(conv) : gemm::fprop_workspace(conv, /*group=*/0), out);
   void *const to = out.mutable_data_ptr(), *const between = mutable_data_or_null(own);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (branch) branch->fork_for_fills();
+  const auto stream = branch ? branch->side() : c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(dgrad ? gemm::dgrad(conv, in.rows, weights, addends, {to}, between, stream)
                        : gemm::fprop(conv, in, weights, addends, to, between, stream));
   return own;

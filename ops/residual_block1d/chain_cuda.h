@@ -3,6 +3,8 @@
 #pragma once
 #include <ATen/ops/empty.h>
 
+#include <optional>
+
 #include "kernels/cuda/common/clusters.h"
 #include "ops/group_norm_mish/channels_last.h"
 #include "ops/residual_block1d/residual_block1d.h"
@@ -68,17 +70,16 @@ class Chain {
     const auto residual = convolves ? activation() : x;
     const bool beside = convolves && takes_shortcut();
     // Beside a convolution that reads its weights in place, the residual one is a branch of a captured graph.
-    Branches branch;
-    const bool apart = convolves && !beside && branch.apart() && reads_in_place(kConv1Weight);
-    if (apart) {
-      branch.fork();
-      convolve({kResidualWeight, kResidualBias, prefetchable}, input, residual, &branch);
+    std::optional<Branches> branch;
+    if (convolves && !beside && reads_in_place(kConv1Weight)) {
+      branch.emplace().fork();
+      convolve({kResidualWeight, kResidualBias, prefetchable}, input, residual, &*branch);
     }
     layer({kConv1Weight, kConv1Bias, prefetchable}, input, conv1, Tensor(), first_norm(conv1), activated,
           beside ? residual : Tensor());
-    if (convolves && !beside && !apart) convolve({kResidualWeight, kResidualBias, true}, input, residual);
+    if (convolves && !beside && !branch) convolve({kResidualWeight, kResidualBias, true}, input, residual);
     if (fresh) packing.join();
-    if (apart) branch.join();
+    if (branch) branch->join();
     const bool before = !fresh || !packing.apart() || reads_in_place(kConv2Weight);  // the first convolution
     layer({kConv2Weight, kConv2Bias, before}, side_by_side(activated), conv2, residual, second_norm(conv2), out);
     return {out, conv1, activated, conv2};
@@ -206,13 +207,8 @@ class Chain {
   gemm::Addends addends(BlockSlot bias) const {
     return {data_or_null(block_[bias]), kernel_dtype(block_[kConv1Weight].scalar_type()), {}};
   }
-  /// On a branch that has forked, or the main stream.
   void convolve(const Convolution& c, const gemm::Rows& x, const Tensor& out, Branches* branch = nullptr) const {
-    const auto conv = convolution(c.weight);
-    own_.push_back(workspace(gemm::fprop_workspace(conv, /*group=*/0), out));
-    if (branch) branch->fork_for_fills();
-    C10_CUDA_CHECK(gemm::fprop(conv, x, weights(c), addends(c.bias), out.mutable_data_ptr(),
-                               mutable_data_or_null(own_.back()), branch ? branch->side() : stream_));
+    own_.push_back(dpa::convolve(/*dgrad=*/false, convolution(c.weight), x, weights(c), addends(c.bias), out, branch));
   }
   int group() const { return static_cast<int>(channels_ / block_.num_groups); }
   /// Whether the residual convolution can run in the launch of the first one.

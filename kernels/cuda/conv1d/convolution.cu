@@ -11,17 +11,6 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-template <class T, int kColumns, bool kShortcut = false>
-cudaError_t launch_normalised(int passes, const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
-  if (passes == kExchange) {
-    if constexpr (kColumns == 128) return launch_conv<T, kColumns, kAlongK, kExchange, kShortcut>(maps, args, stream);
-    return cudaErrorInvalidValue;
-  }
-  return dispatch_value<1, 2, 4, 8>(passes, [&](auto count) {
-    return launch_conv<T, kColumns, kAlongK, count.value, kShortcut>(maps, args, stream);
-  });
-}
-
 template <bool kDgrad>
 cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const Weights& weights, const Addends& addends,
                 const OutputRows& out, const Normalisation& normalisation, const Shortcut& shortcut,
@@ -103,10 +92,9 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
       constexpr int kColumns = columns.value;
       if constexpr (!kDgrad) {
         if (normalisation.out) {
-          const int passes = plan.exchange ? kExchange : plan.passes;
           if constexpr (kColumns <= 128)
-            if (shortcut.out) return launch_normalised<T, kColumns, true>(passes, maps, args, stream);
-          return launch_normalised<T, kColumns>(passes, maps, args, stream);
+            if (shortcut.out) return launch_normalised<T, kColumns, kAlongK, true>(maps, args, stream);
+          return launch_normalised<T, kColumns, kAlongK>(maps, args, stream);
         }
       }
       return launch_conv<T, kColumns, kLayout>(maps, args, stream);

@@ -348,4 +348,15 @@ cudaError_t launch_conv(const TensorMaps& maps, const ConvArgs& args, cudaStream
   return launch_cluster(kernel, launch, maps, args);
 }
 
+template <class T, int kColumns, WeightLayout kLayout, bool kShortcut = false>
+cudaError_t launch_normalised(const TensorMaps& maps, const ConvArgs& args, cudaStream_t stream) {
+  if (args.plan.exchange) {
+    if constexpr (kColumns == 128) return launch_conv<T, kColumns, kLayout, kExchange, kShortcut>(maps, args, stream);
+    return cudaErrorInvalidValue;
+  }
+  return dispatch_value<1, 2, 4, 8>(args.plan.passes, [&](auto passes) {
+    return launch_conv<T, kColumns, kLayout, passes.value, kShortcut>(maps, args, stream);
+  });
+}
+
 }  // namespace dpa::kernels::conv1d

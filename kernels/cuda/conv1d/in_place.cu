@@ -8,13 +8,7 @@ cudaError_t launch_in_place(const TensorMaps& maps, const ConvArgs& args, cudaSt
   return dispatch_value<64, 128>(args.plan.tile_columns, [&](auto columns) {
     constexpr int kColumns = columns.value;
     if (!args.normalisation.out) return launch_conv<float, kColumns, kInPlace>(maps, args, stream);
-    if (args.plan.exchange) {
-      if constexpr (kColumns == 128) return launch_conv<float, kColumns, kInPlace, kExchange>(maps, args, stream);
-      return cudaErrorInvalidValue;
-    }
-    return dispatch_value<1, 2, 4, 8>(args.plan.passes, [&](auto passes) {
-      return launch_conv<float, kColumns, kInPlace, passes.value>(maps, args, stream);
-    });
+    return launch_normalised<float, kColumns, kInPlace>(maps, args, stream);
   });
 }
 
