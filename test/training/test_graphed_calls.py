@@ -89,6 +89,101 @@ def test_gradients_in_other_hands_stay(device):
     same_gradients(plain, graphed)
 
 
+def test_the_backward_of_a_module_in_front_waits_for_no_parameters(device, monkeypatch):
+    """Both modules' graphs are launched before any parameter gets its gradient."""
+    front, behind = (graph_calls(nn.Linear(3, 3).to(device), warmup=1) for _ in range(2))
+    step = lambda: behind(front(_x(device))).sum().backward()  # noqa: E731
+    for _ in range(3):
+        step()
+    events = []
+    for module in (front, behind):
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+        (capture,) = module.forward._captures.values()
+
+        def launched(*args, backward=capture.backward):
+            events.append("launch")
+            return backward(*args)
+
+        monkeypatch.setattr(capture, "backward", launched)
+    step()
+    assert events == ["launch"] * 2 + ["gradient"] * 4
+
+
+def test_a_module_whose_parameters_are_frozen(device):
+    module = nn.Linear(3, 3).to(device).requires_grad_(False)
+    graphed = graph_calls(copy.deepcopy(module), warmup=1)
+    for _ in range(3):
+        x = _x(device).requires_grad_()
+        found = torch.autograd.grad(graphed(x).sum(), x)
+        assert_close(found, torch.autograd.grad(module(x).sum(), x))
+    assert graphed.forward.captured == 1
+
+
+def test_two_calls_in_one_backward(device):
+    """The gradients of a replay and of a call whose graph was kept add up."""
+    plain, graphed = _pair(device)
+    inputs = [_x(device), _x(device)]
+    for module in (plain, graphed):
+        first = module(inputs[0])
+        first.sum().backward(retain_graph=True)
+        module.zero_grad()
+        second = module(inputs[1])
+        with torch.autograd.detect_anomaly(check_nan=True):
+            (first.sum() + 2 * second.sum()).backward()
+    same_gradients(plain, graphed)
+
+
+class _Fails(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in front")
+
+
+def test_an_error_in_front_leaves_a_loop_as_it_was(device, monkeypatch):
+    plain, graphed = _pair(device)
+    for _ in range(2):
+        graphed(_x(device).requires_grad_()).sum().backward()
+    count = count_replays(monkeypatch)
+    loss = graphed(_Fails.apply(_x(device).requires_grad_())).sum()
+    with pytest.raises(ValueError, match="in front"):
+        loss.backward()
+
+    def step():
+        x = _x(device).requires_grad_()
+        for module in (plain, graphed):
+            module.zero_grad()
+            module(x).sum().backward()
+        same_gradients(plain, graphed)
+
+    step()
+    assert len(count) == 1, "as it is, while the failed pass may be differentiated again"
+    del loss
+    step()
+    assert len(count) == 2
+
+
+def test_gradients_of_inputs_alone_in_between(device, monkeypatch):
+    plain, graphed = _pair(device)
+    for _ in range(2):
+        graphed(_x(device).requires_grad_()).sum().backward()
+    count, x = count_replays(monkeypatch), _x(device).requires_grad_()
+    for module in (plain, graphed):
+        module.zero_grad()
+        out = module(x).square().sum()
+        kept = torch.autograd.grad(out, x)[0]
+        module(x).sum().backward()
+        assert_close(kept, torch.autograd.grad(plain(x).square().sum(), x)[0])
+    same_gradients(plain, graphed)
+    assert len(count) >= 1
+
+
 def test_two_calls_before_a_backward(device, monkeypatch):
     plain, graphed = _pair(device)
     replays = count_replays(monkeypatch)

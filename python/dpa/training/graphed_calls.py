@@ -6,11 +6,12 @@ than the GPU to run them, a step then takes as long as the GPU.
 
 from __future__ import annotations
 
+import operator
 import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -207,6 +208,8 @@ def _is_special() -> bool:
 
 
 _TAKEN = types.SimpleNamespace(differentiated=False, saved_tensors=())  # a call without a node yet
+_trains = operator.attrgetter("requires_grad")
+_will_run, _pass_of = torch._C._will_engine_execute_node, torch._C._current_graph_task_id
 
 
 class _Capture:
@@ -227,12 +230,18 @@ class _Capture:
         self._original, self._parts, self._args, self._kwargs = forward, parts, args, kwargs
         self._inputs = [x for x in (*args, *kwargs.values()) if x is not None]
         device = self._inputs[0].device
-        self.mark = torch.empty(1, device=device)
+        self.mark = torch.zeros(1, device=device)
         self._stream.wait_stream(torch.cuda.current_stream())
         # Casts of parameters belong to each replay.
         with no_autocast_cache(), parts.replaced(_without_history) as parameters:
             self._record(forward, args, kwargs, parameters, known)
         self._parameters = [p for p in parts.parameters if p.requires_grad]
+        self._of_inputs = sum(x.requires_grad for x in self._inputs)  # gradients, which come first
+        # By the backward pass, what its calls owe the parameters: the last replay's gradients
+        # (None), or those of a backward without graphs.
+        self._owed: dict[int, list[tuple[weakref.ref[Any], list[Tensor | None] | None]]] = {}
+        link = _given_out(weakref.ref(self), self.mark, *self._parameters)
+        self._link = link if link.requires_grad else None
         self._storages = [g.untyped_storage() for g in self._gradients if g is not None]
         self._places = [storage._cdata for storage in self._storages]
         self._users = list(map(torch._C._storage_Use_Count, self._places))
@@ -269,7 +278,12 @@ class _Capture:
         return not self._are_held()
 
     def _is_open(self) -> bool:
-        """Whether the backward of the last call may still come."""
+        """Whether the backward of the last call may still come, or its parameters' gradients."""
+        for task, owed in list(self._owed.items()):
+            if not any(call() for call, _ in owed):  # it ended in an error, and they are gone
+                self._owed.pop(task, None)
+            elif any(gradients is None for _, gradients in owed):
+                return True
         call = self._call()
         if call is None or call.differentiated:
             return False
@@ -301,8 +315,7 @@ class _Capture:
                 self._forward.replay()
                 output = self._output.clone()
             self._done.record(stream)
-            trained = [*(x for x in inputs if x.requires_grad), *self._parameters]
-            return _replayed(self, inputs, [output], *trained)
+            return _replayed(self, inputs, [output], self._link, *filter(_trains, inputs))
         except BaseException:
             self._call = lambda: None
             raise
@@ -312,7 +325,8 @@ class _Capture:
         self._call = weakref.ref(call)
         call.versions = self._parts.versions()
 
-    def backward(self, call: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(self, call: Any, grad: Tensor) -> Iterable[Tensor | None]:
+        """Return the gradients of the inputs; those of the parameters are owed (`_GivenOut`)."""
         if call.versions != self._parts.versions():
             raise RuntimeError(
                 "graph_calls: parameters have been modified by an inplace operation between a call "
@@ -321,15 +335,31 @@ class _Capture:
         # With create_graph somebody will differentiate the gradients; and a second backward finds
         # them where the activations were.
         if torch.is_grad_enabled() or call.differentiated:
-            return self._call_again(call.inputs, grad)
+            gradients = self._call_again(call.inputs, grad)
+            self._owe(call, list(gradients[self._of_inputs :]))
+            return gradients[: self._of_inputs]
         stream = torch.cuda.current_stream()
         stream.wait_event(self._done)
         self._grad.copy_(grad)
         self._backward.replay()
         self._done.record(stream)
-        gradients = tuple(g if g is None else g.detach() for g in self._gradients)
+        gradients = list(map(_held, self._gradients[: self._of_inputs]))
+        self._owe(call, None)
         call.differentiated = True  # not before they are held: another thread's call may replay
         return gradients
+
+    def _owe(self, call: Any, gradients: list[Tensor | None] | None) -> None:
+        if self._link is not None and _will_run(self._link.grad_fn):
+            owed = self._owed.setdefault(_pass_of(), [])
+            owed.append((weakref.ref(call), gradients))
+
+    def give_out(self) -> Iterable[Tensor | None]:
+        """Return the gradients that this pass owes the parameters."""
+        static = self._gradients[self._of_inputs :]
+        found = [gradients for _, gradients in self._owed[_pass_of()]]
+        lists = [list(map(_held, static)) if own is None else own for own in found]
+        del self._owed[_pass_of()]  # not before they are held
+        return lists[0] if len(lists) == 1 else map(_sum, *lists)
 
     def _call_again(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Without graphs, on views, since hooks of the parameters run behind this backward."""
@@ -354,12 +384,22 @@ def _with_history(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
+def _held(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None else gradient.detach()
+
+
+def _sum(*gradients: Tensor | None) -> Tensor | None:
+    """The sum of what there is of them, in memory of its own."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    return sum(given[1:], given[0]) if given else None
+
+
 class _Replay(torch.autograd.Function):
     """A call by replay; what it saves tells whether its backward may still come."""
 
     @staticmethod
     def forward(
-        ctx: Any, capture: _Capture, inputs: Any, output: list[Tensor], *trained: Tensor
+        ctx: Any, capture: _Capture, inputs: Any, output: list[Tensor], link: Any, *trained: Tensor
     ) -> Tensor:
         ctx.save_for_backward(capture.mark)
         ctx.capture, ctx.inputs, ctx.differentiated = capture, inputs, False
@@ -369,9 +409,30 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors  # PyTorch's own error where they are freed
-        return None, None, None, *ctx.capture.backward(ctx, grad)
+        link = ctx.capture.mark if ctx.needs_input_grad[3] else None
+        return None, None, None, link, *ctx.capture.backward(ctx, grad)
+
+
+class _GivenOut(torch.autograd.Function):
+    """Behind the replays of a capture: its parameters' gradients, after whatever else can go on.
+
+    Autograd runs the latest node first, as threads count them, and this one is older than those of
+    every call that replays in the thread that captured. So the host hands hundreds of gradients to
+    parameters while the GPU works on what comes in front of the module: launching that waits for
+    none of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, capture: Any, mark: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.capture = capture
+        return torch.zeros_like(mark)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, *ctx.capture().give_out()
 
 
 # Without what Function.apply does for torch.func's transforms, an argument after the other: under
 # them no call replays.
 _replayed = super(torch.autograd.Function, _Replay).apply
+_given_out = super(torch.autograd.Function, _GivenOut).apply
