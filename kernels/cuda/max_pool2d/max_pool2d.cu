@@ -2,7 +2,8 @@
 //
 // grid   (rows of the image that is written: b and y; pieces of such a row)
 // thread one vector of 16 bytes of that image: the forward reads the pixels of its window, the backward the windows
-//        that its pixel is in. Neighbours' reads overlap, and find one another's lines in L1 and L2.
+//        that its pixel is in, or of 2 x 2 pixels for windows of 3 x 3 at a stride of 2. Neighbours' reads overlap, and find one another's
+//        lines in L1 and L2.
 //
 // A maximum's place is one byte, its number in the window. Of equal ones the first counts, and NaN is the largest, as
 // in PyTorch. The backward adds in the order of the windows, so bits repeat.
@@ -99,6 +100,47 @@ __global__ void __launch_bounds__(kThreads)
   grad_input[int64_t{blockIdx.x} * args.width * vectors + item] = pack<T>(sum);
 }
 
+/// Windows of 3 x 3, stride 2 and padding 1. A thread: a vector of 2 x 2 pixels, which lie in the same 2 x 2 windows, so
+/// that each of them is read once for four pixels.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    backward_3x3(const __grid_constant__ MaxPool2d args, const uint4* grad, const uint8_t* taps, uint4* grad_input) {
+  constexpr int kSize = kVector<T>;
+  const int vectors = static_cast<int>(args.channels) / kSize, item = blockIdx.y * kThreads + threadIdx.x;
+  const int width = static_cast<int>(args.width), height = static_cast<int>(args.height);
+  if (item >= (width + 1) / 2 * vectors) return;
+  const int x = item / vectors, vector = item - x * vectors, pairs = (height + 1) / 2;
+  const int sample = blockIdx.x / pairs, y = blockIdx.x - sample * pairs;  // of the first window
+  float g[2][2][kSize] = {};
+  Taps<T> tap[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (y + i >= args.out_height || x + j >= args.out_width) continue;
+      const int64_t from = ((int64_t{sample} * args.out_height + y + i) * args.out_width + x + j) * vectors + vector;
+      unpack<T>(grad[from], g[i][j]);
+      tap[i][j] = reinterpret_cast<const Taps<T>*>(taps)[from];
+    }
+#pragma unroll
+  for (int dy = 0; dy < 2; ++dy)
+#pragma unroll
+    for (int dx = 0; dx < 2; ++dx) {
+      if (2 * y + dy >= height || 2 * x + dx >= width) continue;
+      float sum[kSize] = {};
+#pragma unroll
+      for (int i = 0; i <= dy; ++i)
+#pragma unroll
+        for (int j = 0; j <= dx; ++j) {
+          const uint32_t mine = (1 + dy - 2 * i) * 3 + 1 + dx - 2 * j;
+#pragma unroll
+          for (int k = 0; k < kSize; ++k)
+            if ((word(tap[i][j], k / 4) >> 8 * (k % 4) & 255u) == mine) sum[k] += g[i][j][k];
+        }
+      grad_input[((int64_t{sample} * height + 2 * y + dy) * width + 2 * x + dx) * vectors + vector] = pack<T>(sum);
+    }
+}
+
 dim3 grid_of_rows(int64_t rows, int64_t items) { return {static_cast<unsigned>(rows), grid_for(items, kThreads)}; }
 
 }  // namespace
@@ -123,7 +165,12 @@ cudaError_t max_pool2d_backward(const MaxPool2d& args, const void* grad, const u
                                 cudaStream_t stream) {
   return dispatch_to_32_bits(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const dim3 grid = grid_of_rows(args.batch * args.height, args.width * args.channels / kVector<T>);
+    const int64_t vectors = args.channels / kVector<T>;
+    if (args.kernel == 3 && args.stride == 2 && args.padding == 1) {
+      const dim3 grid = grid_of_rows(args.batch * ((args.height + 1) / 2), (args.width + 1) / 2 * vectors);
+      return launch(backward_3x3<T>, grid, kThreads, stream, args, grad, taps, grad_input);
+    }
+    const dim3 grid = grid_of_rows(args.batch * args.height, args.width * vectors);
     return launch(args.stride == 2 ? backward<T, 2> : backward<T, 0>, grid, kThreads, stream, args, grad, taps,
                   grad_input);
   });
