@@ -98,6 +98,11 @@ TORCH_LIBRARY(dpa, m) {
       "float eps, Tensor? residual, bool relu, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       functional);
 
+  m.def("conv2d(Tensor input, Tensor weight, int stride=1, int padding=0) -> Tensor", functional);
+  m.def(
+      "conv2d_backward(Tensor grad, Tensor input, Tensor weight, int stride, int padding, bool[2] output_mask) -> "
+      "(Tensor, Tensor)",
+      functional);
   m.def("max_pool2d(Tensor input, int kernel_size, int stride, int padding=0) -> Tensor", functional);
   m.def("max_pool2d_forward(Tensor input, int kernel_size, int stride, int padding) -> (Tensor out, Tensor taps)",
         functional);

@@ -3,6 +3,7 @@
 #pragma once
 #include "ops/common/check.h"
 #include "ops/common/op.h"
+#include "ops/conv2d/conv2d.h"
 
 namespace dpa {
 
@@ -16,9 +17,6 @@ inline constexpr Op<"conv2d_norm_act",
 void check_conv2d_norm_act(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                            const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& residual,
                            int64_t num_groups, double eps, int64_t stride, int64_t padding);
-
-/// The output's height from the input's and the taps', or the width likewise.
-c10::SymInt conv2d_extent(const c10::SymInt& extent, const c10::SymInt& taps, int64_t stride, int64_t padding);
 
 /// The op in ATen ops, in the order that these give it.
 Tensor conv2d_norm_act_formula(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launched import launched
 from torch.nn import functional as F
 
 import dpa
@@ -42,13 +43,6 @@ def _gradients(function, tensors, grad):
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     out = function(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
-
-
-def _kernels(call):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return " ".join(event.key for event in profile.key_averages())
 
 
 def _in_own_tf32(ran):
@@ -135,7 +129,7 @@ def test_convolutions(shape, tf32):
     got = _gradients(ours, tensors, grad)
     for name, a, b in zip(("out", "x", "weight", "bias"), got, exact, strict=True):
         assert _error(a, b) < (1e-5 if tf32 else 2e-6), name
-    ran = _kernels(lambda: _gradients(ours, tensors, grad))
+    ran = launched(lambda: _gradients(ours, tensors, grad))
     assert _in_own_tf32(ran) == tf32
 
 
@@ -176,7 +170,7 @@ def test_residual_block(c_in, c_out, groups, tf32):
     limit = _MORE * _error(run(_in_tf32(double), torch.float64), exact) if tf32 else 1e-5
     assert _error(run(block, torch.float32), exact) < limit
     if c_out % 8 == 0:  # else its layers are called one by one
-        ran = _kernels(lambda: run(block, torch.float32))
+        ran = launched(lambda: run(block, torch.float32))
         assert _in_own_tf32(ran) == tf32
         if torch.cuda.get_device_capability()[0] == 9 and "wgrad_tf32" in ran:
             assert ("pack_pairs" in ran or "pack<" in ran) == ((c_in, c_out) != (512, 512))
@@ -253,7 +247,7 @@ def test_network_trains_channels_last():
         exact = run(double, torch.float64)
         at_best = _error(run(_in_tf32(double), torch.float64), exact)
         assert _error(run(unet), exact) < _MORE * at_best
-        assert _in_own_tf32(_kernels(lambda: run(unet)))
+        assert _in_own_tf32(launched(lambda: run(unet)))
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        assert not _in_own_tf32(_kernels(lambda: run(unet)))
+        assert not _in_own_tf32(launched(lambda: run(unet)))
         assert _error(run(unet), exact) < 1e-5

@@ -126,6 +126,10 @@ def calls(new: _NEW) -> dict[str, tuple[str, tuple]]:
         "batch_norm_act": _batch_norm(new),
         "batch_norm_act_forward": _batch_norm(new),
         "batch_norm_act_backward": _batch_norm_backward(new),
+        "conv2d": (new(_BATCH, 3, 9, 11), new(_OUT, 3, 5, 4), 2, 1),
+        "conv2d_backward": _backward(
+            "conv2d", (new(_BATCH, 3, 9, 11), new(_OUT, 3, 5, 4), 2, 1), new, 2
+        ),
         "max_pool2d": (new(_BATCH, 3, 9, 11), 3, 2, 1),
         "max_pool2d_forward": (new(_BATCH, 3, 9, 11), 3, 2, 1),
         "max_pool2d_backward": _pool_backward(new),

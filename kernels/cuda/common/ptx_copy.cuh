@@ -135,6 +135,15 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
+// The same of a tensor of four dimensions.
+__device__ __forceinline__ void tma_load(uint32_t destination, const CUtensorMap* map, int x, int y, int z, int w,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+      "%5}], [%6];" ::"r"(destination),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
 // The pixels of a tensor (n, y, x, channels) under a tap: of those that a filter walks over from (x, y, n) on, moved by
 // (dx, dy), the channels from `channel` on.
 __device__ __forceinline__ void tma_load_im2col(uint32_t destination, const CUtensorMap* map, int channel, int x, int y,

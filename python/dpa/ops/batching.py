@@ -75,6 +75,28 @@ def _conv2d_norm_act(n, input, weight, bias=None, scale=None, shift=None, residu
     return (x.relu() if relu else x).to(input.dtype)
 
 
+def _accumulating(input: Tensor) -> torch.dtype:
+    """As in ops/conv2d/formula.cpp."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    return wide if input.device.type == "cpu" else input.dtype
+
+
+def _conv2d(n, input, weight, stride=1, padding=0):
+    dtype = _accumulating(input)
+    given = input.to(dtype), weight.to(input.dtype).to(dtype)
+    return F.conv2d(*given, stride=stride, padding=padding, groups=n).to(input.dtype)
+
+
+def _conv2d_backward(n, grad, input, weight, stride, padding, mask):
+    dtype = _accumulating(input)
+    given = grad.to(dtype), input.to(dtype), weight.to(input.dtype).to(dtype)
+    sizes = None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], n, [*mask, False]
+    grads = torch.ops.aten.convolution_backward(*given, *sizes)
+    types = input.dtype, weight.dtype
+    wanted = zip(grads[:2], types, mask, strict=True)
+    return tuple(g.to(t) if want else None for g, t, want in wanted)
+
+
 def _apart(n: int, tensors: Sequence[Tensor | None], at: int = 0) -> Tensor:
     """Tensors side by side in each example, the examples first."""
     parts = [t.unflatten(at, (n, t.shape[at] // n)) for t in tensors if t is not None]
@@ -131,6 +153,8 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "batch_norm_act": ("bcc-b-", "b"),
     "batch_norm_act_forward": ("bcc-b-", "bcc"),
     "batch_norm_act_backward": ("bbcccc-b--", "bccb"),
+    "conv2d": ("sc--", "s", _conv2d),
+    "conv2d_backward": ("ssc---", "sc", _conv2d_backward),
     "max_pool2d": ("s---", "s"),
     "max_pool2d_forward": ("s---", "ss"),
     "max_pool2d_backward": ("sss---", "s"),

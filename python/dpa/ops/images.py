@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "batch_norm_act",
+    "conv2d",
     "conv2d_norm_act",
     "group_norm_act",
     "max_pool2d",
@@ -138,6 +139,35 @@ def batch_norm_act(
 
     """
     return torch.ops.dpa.batch_norm_act(input, weight, bias, eps, residual, relu)
+
+
+def conv2d(input: Tensor, weight: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
+    """Convolve an image, without bias: an encoder's layer in training, where a norm follows.
+
+    ``torch.nn.functional.conv2d``. On CUDA, with a channels-last output, the forward and the
+    weight's gradient of an encoder's first layer have kernels: at most four channels at a stride
+    of 2, square filters of 5 to 8 taps each way (28 rows of all channels at most), padding less
+    than that, C_out a multiple of 8, in 16 bits or in float32 where PyTorch's convolutions
+    multiply in TF32; the image may be contiguous. In TF32, on Hopper, so has the weight's gradient
+    of filters of 3 x 3 at strides 1 and 2: C_in a multiple of 32, C_out of 64 (stride 2: 128),
+    about 256 x 256 channels at most. Elsewhere it is PyTorch's convolution.
+
+    Args:
+        input: (B, C_in, H, W), in any order.
+        weight: (C_out, C_in, kh, kw); in the input's dtype, or float32 beside a 16-bit input, in
+            whose dtype it is read.
+        stride: in both directions, at least 1.
+        padding: zeros at each border.
+
+    Returns:
+        (B, C_out, H_out, W_out) in the dtype of ``input``, channels-last where ``input`` or
+        ``weight`` is. Differentiable in both to any order; gradients have the order of what they
+        are of. Under autocast the input alone is cast.
+
+    Source: He et al., Deep Residual Learning for Image Recognition (2015).
+
+    """
+    return torch.ops.dpa.conv2d(input, weight, stride, padding)
 
 
 def max_pool2d(input: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tensor:

@@ -285,6 +285,13 @@ def batch_norm_act(
     return (x.relu() if relu else x).to(input.dtype)
 
 
+def conv2d(input: Tensor, weight: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
+    """Convolve (B, C_in, H, W) with (C_out, C_in, kh, kw)."""
+    wide = _wide(input.dtype)
+    y = F.conv2d(input.to(wide), weight.to(wide), stride=stride, padding=padding)
+    return y.to(input.dtype)
+
+
 def max_pool2d(input: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tensor:
     """Compute the maximum over windows of (B, C, H, W), the first of equal ones."""
     x = F.pad(input, [padding] * 4, value=-math.inf)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _LAST = torch.channels_last
@@ -50,10 +49,10 @@ class Convolutions:
         sizes = _sizes(*args, **kwargs)
         if sizes is None:
             return torch.conv2d(x.to(dtype=dtype, memory_format=_LAST), copy, *args, **kwargs)
-        if _is_in_pairs(x, weight, *sizes):
-            x, copy = _by_pairs(x, copy, *sizes[1:2])
-            sizes, read_later = ((1, 1), (0, 0), (1, 1), 1), False
-        x = x.to(dtype=dtype, memory_format=_LAST)
+        # A first layer's images may lie as they are: the op reads them so.
+        first = weight.shape[1] <= 4 and sizes[0] == 2 and min(weight.shape[2:]) >= 5
+        order = torch.preserve_format if first else _LAST
+        x = x.to(dtype=dtype, memory_format=order)
         alone = lambda: read_later and self._uses[id(weight)] == 1  # noqa: E731
         return _Convolution.apply(self._beside, alone, x, copy, *sizes)
 
@@ -99,31 +98,28 @@ class _Beside:
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution without bias."""
+    """`dpa::conv2d`, whose weight's gradient goes to the stream beside."""
 
     @staticmethod
-    def forward(ctx: Any, beside: Any, alone: Any, x: Tensor, weight: Tensor, *sizes: Any) -> Any:
+    def forward(ctx: Any, beside: Any, alone: Any, x: Tensor, weight: Tensor, *sizes: int) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.beside, ctx.alone, ctx.sizes = beside, alone, sizes
-        stride, padding, dilation, groups = sizes
-        return torch.conv2d(x, weight, None, stride, padding, dilation, groups)
+        return torch.ops.dpa.conv2d(x, weight, *sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (x, weight), (stride, padding, dilation, groups) = ctx.saved_tensors, ctx.sizes
+        x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad[2:4]
-
-        def gradients(*wanted: bool) -> Any:
-            sizes = None, stride, padding, dilation, False, (0, 0), groups, (*wanted, False)
-            return torch.ops.aten.convolution_backward(grad, x, weight, *sizes)
-
+        gradients = lambda *wanted: torch.ops.dpa.conv2d_backward(  # noqa: E731
+            grad, x, weight, *ctx.sizes, wanted
+        )
         if not x.is_cuda or not of_weight or torch.is_grad_enabled() or not ctx.alone():
-            return None, None, *gradients(of_x, of_weight)[:2], None, None, None, None
+            return None, None, *gradients(of_x, of_weight), None, None
         with torch.cuda.stream(ctx.beside.start(x.device)):
             grad_weight = gradients(False, True)[1]
             ctx.beside.started(grad, x, grad_weight)
         grad_x = gradients(True, False)[0] if of_x else None
-        return None, None, grad_x, grad_weight, None, None, None, None
+        return None, None, grad_x, grad_weight, None, None
 
 
 class _Weights(torch.autograd.Function):
@@ -167,44 +163,11 @@ def _sizes(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> tuple[Any, ...] | None:
-    """Return stride, padding, dilation and groups; None with a bias, or padding by name."""
-    if bias is not None or isinstance(padding, str):
+) -> tuple[int, int] | None:
+    """Return stride and padding where they are all that `dpa::conv2d` needs to know; else None."""
+    if bias is not None or isinstance(padding, str) or groups != 1:
         return None
-    pair = lambda n: (n, n) if isinstance(n, int) else tuple(n) * (2 // len(n))  # noqa: E731
-    return pair(stride), pair(padding), pair(dilation), groups
-
-
-def _is_in_pairs(
-    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
-) -> bool:
-    """Whether few channels make a convolution of stride 2 slow, and nobody wants the gradient."""
-    few = weight.shape[1] <= 4 and min(weight.shape[2:]) >= 5 and groups == 1
-    square = len({*padding, *weight.shape[2:]}) <= 2 and padding[0] == padding[1]
-    return few and square and stride == (2, 2) and dilation == (1, 1) and not x.requires_grad
-
-
-def _by_pairs(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return images and weight whose convolution of stride 1 is the one of stride 2.
-
-    2 x 2 pixels become one of four times the channels, 8 or 16 of them for the tensor cores: 7 x 7
-    taps of 3 channels, which are padded to 8 there, become 4 x 4 taps of 12.
-    """
-    (batch, channels, *extent), side, before = x.shape, weight.shape[2], padding[0]
-    lead = before % 2  # so that the first pixel is the first of a pair
-    taps, front = (side + lead + 1) // 2, (before + lead) // 2
-    height, width = ((n + 2 * before - side) // 2 + taps for n in extent)  # of the pairs
-    padded = 8 if channels <= 2 else 16
-    pairs = x.new_zeros(batch, height, width, padded, dtype=weight.dtype)
-    odd = [n % 2 for n in extent]
-    pixels = F.pad(x, (0, odd[1], 0, odd[0])) if any(odd) else x
-    rows = min((extent[0] + 1) // 2, height - front)  # that a window reaches
-    columns = min((extent[1] + 1) // 2, width - front)
-    inside = pairs[:, front : front + rows, front : front + columns, : 4 * channels]
-    pixels = pixels[:, :, : 2 * rows, : 2 * columns].unflatten(3, (columns, 2))
-    pixels = pixels.unflatten(2, (rows, 2)).permute(0, 2, 4, 1, 3, 5)
-    inside.unflatten(3, (channels, 2, 2)).copy_(pixels)
-    rest = 2 * taps - side - lead
-    weight = F.pixel_unshuffle(F.pad(weight, (lead, rest, lead, rest)), 2)
-    weight = F.pad(weight, (0, 0, 0, 0, 0, padded - 4 * channels)).contiguous(memory_format=_LAST)
-    return pairs.permute(0, 3, 1, 2), weight
+    each = [{n} if isinstance(n, int) else set(n) for n in (stride, padding, dilation)]
+    if any(len(n) != 1 for n in each) or each[2] != {1}:
+        return None
+    return each[0].pop(), each[1].pop()
