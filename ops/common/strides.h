@@ -51,12 +51,17 @@ inline Tensor empty_image(const c10::SymInt& batch, const c10::SymInt& channels,
                                   {height * width * channels, 1, width * channels, channels}, options);
 }
 
+/// The same of the sizes of another, or of a weight's.
+inline Tensor empty_image_like(const Tensor& image, bool channels_last, const at::TensorOptions& options) {
+  const auto sizes = image.sym_sizes();
+  return empty_image(sizes[0], sizes[1], sizes[2], sizes[3], channels_last, options);
+}
+
 /// The image itself where it is in that order, else a copy.
 inline Tensor image_in_order(const Tensor& image, bool channels_last) {
   if (!channels_last) return image.contiguous();
   if (is_channels_last_image(image)) return image;
-  const auto sizes = image.sym_sizes();
-  return empty_image(sizes[0], sizes[1], sizes[2], sizes[3], true, image.options()).copy_(image);
+  return empty_image_like(image, true, image.options()).copy_(image);
 }
 
 /// The values of `tensor` in the shape, order and dtype of `like`. Views, without a memory format, for vmap takes none.

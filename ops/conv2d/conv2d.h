@@ -24,6 +24,11 @@ c10::SymInt conv2d_extent(const c10::SymInt& extent, const c10::SymInt& taps, in
 /// Whether the output is channels-last.
 bool conv2d_channels_last(const Tensor& input, const Tensor& weight);
 
+/// The dtype to convolve in: a GPU's tensor cores take 16 bits, a CPU's convolutions add up in the type that they are given.
+inline at::ScalarType conv2d_arithmetic(const Tensor& input) {
+  return input.is_cpu() ? accumulate_type(input.scalar_type()) : input.scalar_type();
+}
+
 /// Through the dispatcher.
 inline constexpr Op<"conv2d", Tensor(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding)>
     conv2d;

@@ -16,28 +16,28 @@ using kernels::conv2d::FewChannels, kernels::conv2d::ImageWgrad;
 
 void copy_strides(const Tensor& tensor, int64_t (&to)[4]) { std::copy_n(tensor.strides().begin(), 4, to); }
 
-/// The sizes for the kernels of few channels, where they take them. The output is channels-last.
+/// The sizes for the kernels of few channels, where they take them.
 std::optional<FewChannels> few_channels(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
   const auto type = input.scalar_type();
   const bool multiplies = type == at::kFloat ? convolves_in_tf32() : type != at::kDouble;
   const int64_t taps = weight.size(2);
-  if (!multiplies || stride != 2 || weight.size(3) != taps || padding >= taps) return std::nullopt;
+  if (!multiplies || stride != 2 || weight.size(3) != taps || padding >= taps || !conv2d_channels_last(input, weight))
+    return std::nullopt;
   FewChannels conv{kernel_dtype(type), input.size(0), input.size(1), input.size(2), input.size(3)};
   const auto extent = [&](int side) { return conv2d_extent(input.size(side), taps, stride, padding).expect_int(); };
   copy_strides(input, conv.image_strides);
   conv.out_channels = weight.size(0), conv.out_height = extent(2), conv.out_width = extent(3);
   conv.taps = static_cast<int>(std::min<int64_t>(taps, INT32_MAX)), conv.padding = static_cast<int>(padding);
-  copy_strides(weight, conv.weight_strides);
   return kernels::conv2d::takes_few_channels(conv) ? std::optional(conv) : std::nullopt;
 }
 
 Tensor conv2d_cuda(const Tensor& input, const Tensor& weight_, int64_t stride, int64_t padding) {
   check_conv2d("conv2d", input, weight_, stride, padding);
   const c10::cuda::CUDAGuard guard(input.device());
-  const auto weight = weight_.to(input.scalar_type());
-  const bool last = conv2d_channels_last(input, weight_);
-  const auto conv = last ? few_channels(input, weight, stride, padding) : std::nullopt;
+  auto conv = few_channels(input, weight_, stride, padding);
   if (!conv) return conv2d_by_aten(input, weight_, stride, padding);
+  const auto weight = weight_.to(input.scalar_type());
+  copy_strides(weight, conv->weight_strides);
   auto out = empty_image(conv->batch, conv->out_channels, conv->out_height, conv->out_width, true, input.options());
   C10_CUDA_CHECK(kernels::conv2d::few_channels_fprop(*conv, input.const_data_ptr(), weight.const_data_ptr(),
                                                      out.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
@@ -48,7 +48,7 @@ Tensor conv2d_cuda(const Tensor& input, const Tensor& weight_, int64_t stride, i
 std::optional<ImageWgrad> image_wgrad(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
   constexpr int64_t kTaps = kernels::conv2d::kWgradTaps;
   const bool served = input.scalar_type() == at::kFloat && weight.size(2) == kTaps && weight.size(3) == kTaps &&
-                      stride <= 2 && padding < kTaps && convolves_in_tf32();
+                      stride <= 2 && padding < kTaps && conv2d_channels_last(input, weight) && convolves_in_tf32();
   if (!served) return std::nullopt;
   const auto extent = [&](int side) { return conv2d_extent(input.size(side), kTaps, stride, padding).expect_int(); };
   const ImageWgrad conv{input.size(0),
@@ -68,14 +68,12 @@ Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes
 /// The weight's gradient, in the weight's order, where there are kernels for it; else undefined.
 Tensor own_weight_gradient(const Tensor& grad_, const Tensor& input, const Tensor& weight, int64_t stride,
                            int64_t padding) {
-  if (!conv2d_channels_last(input, weight)) return {};
   auto few = few_channels(input, weight, stride, padding);
   const auto images = few ? std::nullopt : image_wgrad(input, weight, stride, padding);
   if (!few && !images) return {};
   const auto grad = aligned(image_in_order(grad_, true));
-  const auto sizes = weight.sizes();
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  auto made = empty_image(sizes[0], sizes[1], sizes[2], sizes[3], is_channels_last_image(weight), input.options());
+  auto made = empty_image_like(weight, is_channels_last_image(weight), input.options());
   if (few) {
     copy_strides(made, few->weight_strides);
     const auto workspace = workspace_of(kernels::conv2d::few_channels_workspace(*few), input);

@@ -7,17 +7,8 @@
 #include "ops/conv2d/conv2d.h"
 
 namespace dpa {
-namespace {
-
-/// A GPU's tensor cores take 16 bits; a CPU's convolutions add up in the type that they are given.
-at::ScalarType arithmetic_of(const Tensor& input) {
-  return input.is_cpu() ? accumulate_type(input.scalar_type()) : input.scalar_type();
-}
-
-}  // namespace
-
 Tensor conv2d_formula(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
-  const auto type = input.scalar_type(), wide = arithmetic_of(input);
+  const auto type = input.scalar_type(), wide = conv2d_arithmetic(input);
   return at::convolution(input.to(wide), weight.to(type).to(wide), /*bias=*/{}, {stride, stride}, {padding, padding},
                          {1, 1}, /*transposed=*/false, {0, 0}, 1)
       .to(type);
@@ -25,7 +16,7 @@ Tensor conv2d_formula(const Tensor& input, const Tensor& weight, int64_t stride,
 
 Conv2dGradients conv2d_backward_formula(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride,
                                         int64_t padding, Conv2dMask mask) {
-  const auto type = input.scalar_type(), wide = arithmetic_of(input);
+  const auto type = input.scalar_type(), wide = conv2d_arithmetic(input);
   auto [grad_input, grad_weight, none] = at::convolution_backward(
       grad.to(wide), input.to(wide), weight.to(type).to(wide), at::OptionalIntArrayRef(), {stride, stride},
       {padding, padding}, {1, 1}, /*transposed=*/false, {0, 0}, 1, {mask[0], mask[1], false});

@@ -20,8 +20,7 @@ Conv2dGradients conv2d_backward_meta(const Tensor& grad, const Tensor& input, co
                                      int64_t padding, Conv2dMask mask) {
   check_conv2d_grad(grad, input, weight, stride, padding);
   const auto like = [](const Tensor& image) {
-    const auto sizes = image.sym_sizes();
-    return empty_image(sizes[0], sizes[1], sizes[2], sizes[3], is_channels_last_image(image), image.options());
+    return empty_image_like(image, is_channels_last_image(image), image.options());
   };
   return {mask[0] ? like(input) : Tensor(), mask[1] ? like(weight) : Tensor()};
 }

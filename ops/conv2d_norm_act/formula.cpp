@@ -12,8 +12,7 @@ Tensor conv2d_norm_act_formula(const Tensor& input, const Tensor& weight, const 
                                int64_t num_groups, double eps, int64_t stride, int64_t padding, bool relu) {
   check_conv2d_norm_act(input, weight, bias, scale, shift, residual, num_groups, eps, stride, padding);
   const auto type = input.scalar_type(), wide = accumulate_type(type);
-  // A GPU's tensor cores take 16 bits; a CPU's convolutions add up in the type that they are given.
-  const auto arithmetic = input.is_cpu() ? wide : type;
+  const auto arithmetic = conv2d_arithmetic(input);
   const auto as = [](const OptionalTensor& tensor, at::ScalarType to) {
     return tensor.has_value() ? OptionalTensor(tensor->to(to)) : std::nullopt;
   };

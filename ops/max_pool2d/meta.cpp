@@ -28,8 +28,7 @@ MaxPool2dOutputs max_pool2d_forward_meta(const Tensor& input, int64_t kernel_siz
 Tensor max_pool2d_backward_meta(const Tensor& grad, const Tensor& taps, const Tensor& input, int64_t kernel_size,
                                 int64_t stride, int64_t padding) {
   check_max_pool2d_backward(grad, taps, input, kernel_size, stride, padding);
-  return empty_image(input.sym_size(0), input.sym_size(1), input.sym_size(2), input.sym_size(3),
-                     is_channels_last_image(taps), input.options());
+  return empty_image_like(input, is_channels_last_image(taps), input.options());
 }
 
 }  // namespace

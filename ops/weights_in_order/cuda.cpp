@@ -50,8 +50,7 @@ std::vector<Tensor> weights_in_order_cuda(at::TensorList weights, at::ScalarType
   const bool narrow = dtype != at::kDouble && weights[0].scalar_type() != at::kDouble;
   WeightLaunches launches(narrow ? weights[0].scalar_type() : at::kFloat, narrow ? dtype : at::kFloat, channels_last);
   for (const auto& weight : weights) {
-    const auto s = weight.sizes();
-    copies.push_back(empty_image(s[0], s[1], s[2], s[3], channels_last, weight.options().dtype(dtype)));
+    copies.push_back(empty_image_like(weight, channels_last, weight.options().dtype(dtype)));
     if (narrow && launches.takes(weight))
       launches.add(weight, copies.back());
     else

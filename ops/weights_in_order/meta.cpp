@@ -9,10 +9,8 @@ namespace {
 std::vector<Tensor> weights_in_order_meta(at::TensorList weights, at::ScalarType dtype, bool channels_last) {
   check_weights_in_order(weights, dtype);
   std::vector<Tensor> copies;
-  for (const auto& weight : weights) {
-    const auto s = weight.sym_sizes();
-    copies.push_back(empty_image(s[0], s[1], s[2], s[3], channels_last, weight.options().dtype(dtype)));
-  }
+  for (const auto& weight : weights)
+    copies.push_back(empty_image_like(weight, channels_last, weight.options().dtype(dtype)));
   return copies;
 }
 

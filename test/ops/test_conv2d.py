@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from launched import launched
-from proofs import OpProofs, Sample
+from proofs import ConvolutionProofs, Sample
 from strategies import SIZES, roundoff
 from tolerances import gradient_tolerance, tolerance
 from torch.testing import assert_close
@@ -18,7 +18,7 @@ def _sample(device, dtype, batch, c_in, c_out, height, width, taps, *sizes):
     return Sample((new(batch, c_in, height, width), new(c_out, c_in, *taps) / 3, *sizes))
 
 
-class TestConv2d(OpProofs):
+class TestConv2d(ConvolutionProofs):
     op = torch.ops.dpa.conv2d
     reference = dpa.reference.conv2d
 
@@ -71,15 +71,6 @@ class TestConv2d(OpProofs):
         terms = [x.abs() for x in finite.args[:2]]
         largest = dpa.reference.conv2d(*terms, *finite.args[2:]).max().item()
         return roundoff(sample, accumulated=True) * largest
-
-    # PyTorch's convolutions on a GPU add gradients up in any order, unless cuDNN is to keep to one.
-    def test_gradcheck(self, device):
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            super().test_gradcheck(device)
-
-    def test_gradgradcheck(self, device):
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            super().test_gradgradcheck(device)
 
 
 # batch, channels in and out, height, width, taps, padding; the stride is 2

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from hypothesis import strategies as st
-from proofs import OpProofs, Sample
+from proofs import ConvolutionProofs, Sample
 from strategies import SIZES, magnified, roundoff
 from tolerances import tolerance
 from torch.testing import assert_close
@@ -26,7 +26,7 @@ def _before_relu(sample):
     return dpa.reference.conv2d_norm_act(*sample.args[:10], False)
 
 
-class TestConv2dNormAct(OpProofs):
+class TestConv2dNormAct(ConvolutionProofs):
     op = torch.ops.dpa.conv2d_norm_act
     reference = dpa.reference.conv2d_norm_act
     normalised = True
@@ -114,15 +114,6 @@ class TestConv2dNormAct(OpProofs):
         if exact.args[6]:
             terms = terms * magnified(terms, exact.args[6]) + 10
         return (y + 100 * terms, -100 * terms), 0.0
-
-    # PyTorch's convolutions on a GPU add gradients up in any order, unless cuDNN is to keep to one.
-    def test_gradcheck(self, device):
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            super().test_gradcheck(device)
-
-    def test_gradgradcheck(self, device):
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-            super().test_gradgradcheck(device)
 
 
 @pytest.mark.parametrize("groups", [0, 4])

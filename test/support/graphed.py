@@ -14,9 +14,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.testing import assert_close
 
 from dpa.training import graphed_calls
+from dpa.training.captured_call import CapturedCall
 
 
-class FakeCapture(graphed_calls._Capture):
+class FakeCapture(CapturedCall):
     """A capture that runs the function again."""
 
     def _record(self, forward, args, kwargs, parameters, known):
@@ -62,7 +63,7 @@ def graphs(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(graphed_calls, "can_capture", lambda _: True)
-    monkeypatch.setattr(graphed_calls, "_Capture", FakeCapture)
+    monkeypatch.setattr(graphed_calls, "CapturedCall", FakeCapture)
 
 
 def same_gradients(plain, graphed):
@@ -76,7 +77,7 @@ def same_gradients(plain, graphed):
 def count_replays(monkeypatch):
     """Return a list that grows by one item a replay."""
     count = []
-    replay = graphed_calls._Capture.replayed
+    replay = CapturedCall.replayed
     counted = lambda *args: count.append(1) or replay(*args)  # noqa: E731
-    monkeypatch.setattr(graphed_calls._Capture, "replayed", counted)
+    monkeypatch.setattr(CapturedCall, "replayed", counted)
     return count

@@ -449,3 +449,18 @@ class OneTensorProofs(OpProofs):
                 with mode:
                     total.backward()
             assert_close(leaves[0].grad, leaves[1].grad)
+
+
+class ConvolutionProofs(OpProofs):
+    """Of an op that ends in PyTorch's convolutions of images.
+
+    On a GPU they add gradients up in any order, unless cuDNN is to keep to one.
+    """
+
+    def test_gradcheck(self, device):
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            super().test_gradcheck(device)
+
+    def test_gradgradcheck(self, device):
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            super().test_gradgradcheck(device)

@@ -43,8 +43,6 @@ class Convolutions:
         if weight.dtype != dtype and not narrow:
             return torch.conv2d(x, weight, *args, **kwargs)
         self._uses[id(weight)] += 1
-        # Nothing but the copy of all weights may read its gradient: that waits.
-        read_later = id(weight) in self._known
         copy = self._copy_of(weight, dtype)
         sizes = _sizes(*args, **kwargs)
         if sizes is None:
@@ -53,7 +51,8 @@ class Convolutions:
         first = weight.shape[1] <= 4 and sizes[0] == 2 and min(weight.shape[2:]) >= 5
         order = torch.preserve_format if first else _LAST
         x = x.to(dtype=dtype, memory_format=order)
-        alone = lambda: read_later and self._uses[id(weight)] == 1  # noqa: E731
+        # Nothing but the copy of all weights may read its gradient: that waits.
+        alone = lambda: id(weight) in self._known and self._uses[id(weight)] == 1  # noqa: E731
         return _Convolution.apply(self._beside, alone, x, copy, *sizes)
 
     def _copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
