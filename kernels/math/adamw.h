@@ -7,7 +7,8 @@
 
 namespace dpa::math {
 
-/// a * b + c: rounded once on a GPU. On a CPU twice, for a call to fma there would end a loop's vectors.
+/// a * b + c: rounded once on a GPU, as PyTorch's kernels do. On a CPU twice, for a call to fma there would end a loop's
+/// vectors.
 template <class A>
 DPA_HOST_DEVICE A multiply_add(A a, A b, A c) {
 #ifdef __CUDA_ARCH__
@@ -24,6 +25,7 @@ struct AdamW {
   A step_size;         // lr / (1 - beta1^step)
   A correction2_sqrt;  // sqrt(1 - beta2^step)
   bool decoupled;      // the decay is of the parameter (AdamW), not part of the gradient (Adam)
+  A rest1, rest2;      // 1 - beta1, 1 - beta2, for a CPU
 
   /// param, exp_avg and exp_avg_sq move by the gradient.
   DPA_HOST_DEVICE void move(A& param, A grad, A& exp_avg, A& exp_avg_sq) const {
@@ -33,9 +35,14 @@ struct AdamW {
       else
         grad = multiply_add(param, weight_decay, grad);
     }
+#ifdef __CUDA_ARCH__
     const A square = grad * grad;
-    exp_avg = multiply_add(beta1, exp_avg, multiply_add(-beta1, grad, grad));
-    exp_avg_sq = multiply_add(beta2, exp_avg_sq, multiply_add(-beta2, square, square));
+    exp_avg = fma(beta1, exp_avg, fma(-beta1, grad, grad));
+    exp_avg_sq = fma(beta2, exp_avg_sq, fma(-beta2, square, square));
+#else
+    exp_avg = beta1 * exp_avg + rest1 * grad;
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad;
+#endif
     param -= step_size * exp_avg / (std::sqrt(exp_avg_sq) / correction2_sqrt + eps);
   }
 };

@@ -59,12 +59,13 @@ StepOfTensor<A> step_of_tensor(const AdamWEmaArguments& in, const Tensor& step) 
   StepOfTensor<A> s = {};
   s.skip = number_or(in.found_inf, 0) != 0;
   if (!s.skip) *step.mutable_data_ptr<float>() += 1;
-  const A count = static_cast<A>(*step.const_data_ptr<float>());
+  const double count = *step.const_data_ptr<float>();
   s.step.lr = static_cast<A>(number_or(in.tensor_lr, in.lr));
   s.step.beta1 = static_cast<A>(in.beta1), s.step.beta2 = static_cast<A>(in.beta2);
+  s.step.rest1 = static_cast<A>(1 - in.beta1), s.step.rest2 = static_cast<A>(1 - in.beta2);
   s.step.weight_decay = static_cast<A>(in.weight_decay), s.step.eps = static_cast<A>(in.eps);
-  s.step.step_size = s.step.lr / (1 - std::pow(s.step.beta1, count));
-  s.step.correction2_sqrt = std::sqrt(1 - std::pow(s.step.beta2, count));
+  s.step.step_size = static_cast<A>(number_or(in.tensor_lr, in.lr) / (1 - std::pow(in.beta1, count)));
+  s.step.correction2_sqrt = static_cast<A>(std::sqrt(1 - std::pow(in.beta2, count)));
   s.step.decoupled = in.decoupled_weight_decay;
   s.scale = static_cast<A>(number_or(in.grad_scale, 1)), s.clip = static_cast<A>(number_or(in.clip_coef, 1));
   s.sign = in.maximize ? A(-1) : A(1);

@@ -316,6 +316,23 @@ def test_a_grad_scaler(max_norm, unscaled, device):
     assert optimizer.state[next(ours.parameters())]["step"] == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_of_scaled_gradients_in_16_bits(dtype, device):
+    """Finite ones whose norm 16 bits do not hold: they are clipped, not taken for infinite."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(1000, dtype=dtype, device=device))
+    other = torch.nn.Parameter(torch.zeros(5, device=device))
+    x, y = torch.randn(1000, dtype=dtype, device=device) * 0.3, torch.randn(5, device=device)
+    optimizer = AdamW([p, other], lr=0.01, max_norm=1.0, weight_decay=0.0)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**15)
+    scaler.scale((p * x).float().sum() + (other * y).sum()).backward()
+    assert p.grad.isfinite().all()
+    scaler.step(optimizer)
+    expected = torch.cat([x.double(), y.double()]).norm()
+    assert_close(optimizer.grad_norm.double(), expected, rtol=2e-3, atol=0.0)
+    assert p.abs().max() > 0.009
+
+
 @given(
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3), min_size=1, max_size=6),
     dtype=st.sampled_from([torch.float64, torch.float32]),
@@ -468,6 +485,7 @@ def test_what_is_refused():
         ({"differentiable": True}, "AdamW: differentiable must be False"),
         ({"max_norm": 0.0}, "AdamW: max_norm must be above 0, got 0.0"),
         ({"max_norm": float("nan")}, "AdamW: max_norm must be above 0, got nan"),
+        ({"max_norm": "1"}, "AdamW: max_norm must be a number, got '1'"),
         ({"ema": p}, "AdamW: ema must be a dpa.training.EMA"),
         ({"lr": -1.0}, "Invalid learning rate"),
     ):
@@ -482,6 +500,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="AdamW: weight_decay must be a number, got None"):
         AdamW([{"params": [p], "weight_decay": None}])
     optimizer = AdamW([p])
+    with pytest.raises(TypeError, match="AdamW: param_group must be a dict, got <class 'list'>"):
+        optimizer.add_param_group([p])
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match="AdamW: amsgrad must be False"):
         optimizer.step()
@@ -502,8 +522,15 @@ def test_one_gradient_of_two_parameters_is_not_cleared_between_them(device):
     parameters[0].grad = parameters[1].grad = torch.ones(3, device=device)
     AdamW(parameters, lr=0.1).step()
     assert torch.equal(*parameters) and (parameters[0] != 1).all()
-    with pytest.raises(RuntimeError, match="gradients must differ with clear_grads"):
-        AdamW(parameters, lr=0.1, clear_grads=True).step()
+    empty = [torch.nn.Parameter(torch.ones(0, 2, device=device)) for _ in range(2)]
+    for each in empty:  # which all lie nowhere
+        each.grad = torch.zeros_like(each)
+    AdamW(empty, lr=0.1, clear_grads=True).step()
+    parameters[1].grad = parameters[0].grad.detach()  # another tensor of the same memory
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="gradients must differ with clear_grads"):
+            AdamW(parameters, lr=0.1, clear_grads=True).step()
+        parameters[1].grad = parameters[0].grad
 
 
 def test_lerobot_makes_and_saves_it(tmp_path):

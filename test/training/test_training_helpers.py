@@ -112,6 +112,20 @@ def test_ema_writes_averages_and_buffers(device):
     assert_close(again.averages, ema.averages, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("change", [lambda m: m.double(), lambda m: m.half().float()])
+def test_the_own_weights_come_back_where_tensors_are_replaced(change):
+    model = torch.nn.Linear(3, 2)
+    ema = EMA(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    own = [p.detach().clone() for p in model.parameters()]
+    with ema.applied():
+        change(model)
+    for parameter, before in zip(model.parameters(), own, strict=True):
+        assert torch.equal(parameter, before.to(parameter.dtype))
+
+
 def test_ema_of_16_bit_weights_is_float32(device):
     model = torch.nn.Linear(3, 4).to(device, torch.bfloat16)
     ema = EMA(model, max_decay=0.5, min_decay=0.5)
@@ -138,6 +152,12 @@ def test_bad_arguments_are_named():
         EMA(model).load_state_dict({"updates": 0, "averages": [torch.zeros(1)]})
     with pytest.raises(ValueError, match="EMA: state must hold averages and updates, got none of"):
         EMA(model).load_state_dict({"averages": []})
+    with pytest.raises(ValueError, match="EMA: state must hold a number of updates, got -1"):
+        EMA(model).load_state_dict({"updates": -1, "averages": [torch.zeros(1)] * 2})
+    with pytest.raises(ValueError, match="EMA: state must hold averages, got something else"):
+        EMA(model).load_state_dict({"updates": 0, "averages": [None, None]})
+    with pytest.raises(ValueError, match="EMA: model must be a module, got"):
+        EMA(torch.ones(3))
     ema, model.gain = EMA(model), torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="EMA: model must have 2 parameters, as before, got 3"):
         ema.update()

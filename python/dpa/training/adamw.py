@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class _OneOp(torch.optim.Optimizer):
     ):
         name = type(self).__name__
         self._check_options({"amsgrad": amsgrad, "differentiable": differentiable})
+        is_number = max_norm is None or isinstance(max_norm, Real | Tensor)
+        require(is_number, f"{name}: max_norm", "be a number", repr(max_norm))
         require(max_norm is None or max_norm > 0, f"{name}: max_norm", "be above 0", max_norm)
         require(isinstance(ema, EMA | None), f"{name}: ema", "be a dpa.training.EMA", type(ema))
         self.max_norm, self.ema, self.clear_grads = max_norm, ema, clear_grads
@@ -57,11 +60,13 @@ class _OneOp(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as to any optimizer; a parameter given twice raises."""
+        is_dict, name = isinstance(param_group, dict), type(self).__name__
+        require(is_dict, f"{name}: param_group", "be a dict", type(param_group), TypeError)
         params = param_group["params"]
         if not isinstance(params, Tensor | set):  # PyTorch's refuses a set
             params = param_group["params"] = list(params)
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-            differ, name = len({id(p) for p in tensors}) == len(tensors), type(self).__name__
+            differ = len({id(p) for p in tensors}) == len(tensors)
             require(differ, f"{name}: params", "differ", "one twice in a group")
         self._check_options(param_group)
         super().add_param_group(param_group)
@@ -106,7 +111,7 @@ class _OneOp(torch.optim.Optimizer):
         layouts = {grad.layout for grad in grads} - {torch.strided}
         name, got = type(self).__name__, ", ".join(map(str, layouts))
         require(not layouts, f"{name}: gradients", "be dense", got, RuntimeError)
-        differ = not self.clear_grads or len({id(grad) for grad in grads}) == len(grads)
+        differ = not self.clear_grads or _differ(grads)
         rule, got = "differ with clear_grads", "one of two parameters"
         require(differ, f"{name}: gradients", rule, got, RuntimeError)
         coefficient = self._clip_coefficient()
@@ -140,7 +145,6 @@ class _OneOp(torch.optim.Optimizer):
         if self.max_norm is None or not grads:
             return None
         norm = _total_norm(grads)
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
         if (scale := getattr(self, "grad_scale", None)) is not None:
             norm = norm / scale.to(norm.device)
         self._norms["last"] = norm
@@ -192,7 +196,20 @@ class _OneOp(torch.optim.Optimizer):
         )
 
 
+def _differ(grads: list[Tensor]) -> bool:
+    """Whether none is another's memory, which would be cleared before it is read."""
+    places = list(map(id, grads))
+    if not torch.compiler.is_compiling():
+        shards = [local(grad) for grad in grads]
+        places += [x.data_ptr() for x in shards if x.numel() > 0 and not x.is_meta]
+    return len(set(places)) == len(places)
+
+
 def _total_norm(grads: list[Tensor]) -> Tensor:
+    narrow = [g for g in grads if torch.promote_types(g.dtype, torch.float32) != g.dtype]
+    if narrow:  # 16 bits would not hold the norm of scaled gradients
+        wide = [g for g in grads if torch.promote_types(g.dtype, torch.float32) == g.dtype]
+        grads = [*wide, *torch._foreach_norm(narrow, 2.0, dtype=torch.float32)]
     norm = torch.nn.utils.get_total_norm(grads)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors: all ranks'
 

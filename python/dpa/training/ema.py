@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ class EMA:
         require(ordered, "EMA: min_decay and max_decay", "be ordered in 0..1", got)
         rule, got = "be at least 0 and inv_gamma above 0", f"{power}, {inv_gamma}"
         require(power >= 0 and inv_gamma > 0, "EMA: power", rule, got)
+        require(isinstance(model, nn.Module), "EMA: model", "be a module", type(model))
         self.model = model
         self.power, self.max_decay, self.min_decay = power, max_decay, min_decay
         self.inv_gamma = inv_gamma
@@ -230,8 +232,8 @@ class EMA:
             torch._foreach_copy_(parameters, self.averages)
             yield self.model
         finally:
-            torch._foreach_copy_(parameters, own)
-            _parameters(self.model)  # drops the averages that a forward has gathered
+            # Of what is there now, as a change of dtype replaces tensors.
+            torch._foreach_copy_([local(p.detach()) for p in self._parameters()], own)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the averages themselves, under FSDP2 as DTensors."""
@@ -250,8 +252,13 @@ class EMA:
         """
         missing = {"averages", "updates"} - set(state)
         require(not missing, "EMA: state", "hold averages and updates", f"none of {missing}")
-        news = [local(average.detach()) for average in state["averages"]]
+        updates, kept = state["updates"], state["averages"]
+        counted = isinstance(updates, Integral | Tensor) and updates >= 0
+        require(counted, "EMA: state", "hold a number of updates", updates)
+        tensors = all(isinstance(average, Tensor) for average in kept)
+        require(tensors, "EMA: state", "hold averages", "something else")
+        news = [local(average.detach()) for average in kept]
         self._check_shapes("state", news)
         for kept, new in zip(self.averages, news, strict=True):
             kept.copy_(new)
-        self.updates = state["updates"]
+        self.updates = int(updates)
