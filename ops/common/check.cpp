@@ -58,6 +58,15 @@ void check_parameter(const char* op, const char* name, const OptionalTensor& par
             c10::str(name, " must have shape ", spelled, " = [", channels, "]"), parameter->sym_sizes());
 }
 
+bool is_countable(std::initializer_list<c10::SymInt> sizes) {
+  int64_t bytes = 16;  // of the widest element
+  for (const auto& size : sizes) {
+    const auto n = size.maybe_as_int();
+    if (n.has_value() && __builtin_mul_overflow(bytes, std::max<int64_t>(*n, 1), &bytes)) return false;
+  }
+  return true;
+}
+
 void check_convolution(const char* op, const char* name, const Tensor& weight) {
   DPA_CHECK(weight.sym_size(0) >= 1 && weight.sym_size(1) >= 1, op,
             c10::str(name, " must have at least one channel each way"), weight.sym_sizes());

@@ -49,6 +49,9 @@ void check_parameter_type(const char* op, const char* name, const Tensor& parame
 void check_parameter(const char* op, const char* name, const OptionalTensor& parameter, const c10::SymInt& channels,
                      const char* spelled, const Tensor& input);
 
+/// Whether 64 bits count the bytes of a tensor of these sizes. Symbolic ones are those of real tensors.
+bool is_countable(std::initializer_list<c10::SymInt> sizes);
+
 /// The weight of a convolution has at least one channel each way, as PyTorch's convolutions want it.
 void check_convolution(const char* op, const char* name, const Tensor& weight);
 

@@ -4,8 +4,8 @@ namespace dpa {
 namespace {
 
 /// Whether 64 bits hold every number on the way to the output's length. Symbolic sizes are those of real tensors.
-bool is_countable(const c10::SymInt& length, const c10::SymInt& taps, int64_t stride, int64_t padding,
-                  bool transposed) {
+bool is_countable_length(const c10::SymInt& length, const c10::SymInt& taps, int64_t stride, int64_t padding,
+                         bool transposed) {
   const auto n = length.maybe_as_int(), k = taps.maybe_as_int();
   int64_t reach = 0, pads = 0, sum = 0;
   if (__builtin_mul_overflow(padding, int64_t{2}, &pads)) return false;
@@ -37,12 +37,16 @@ void check_conv1d(const char* op, const Tensor& input, const Tensor& weight, con
   check_parameter(op, "bias", bias, weight.sym_size(1 - in), "(C_out)", input);
   DPA_CHECK(stride >= 1, op, "stride must be at least 1", stride);
   DPA_CHECK(padding >= 0, op, "padding must be at least 0", padding);
-  DPA_CHECK(is_countable(input.sym_size(2), weight.sym_size(2), stride, padding, transposed), op,
+  DPA_CHECK(is_countable_length(input.sym_size(2), weight.sym_size(2), stride, padding, transposed), op,
             "stride and padding must give a length that 64 bits hold", stride, " and ", padding);
   const auto length = conv1d_length(input.sym_size(2), weight.sym_size(2), stride, padding, transposed);
   const bool fits =
       transposed ? input.sym_size(2) >= 1 && length >= 1 : input.sym_size(2) + 2 * padding >= weight.sym_size(2);
   DPA_CHECK(fits, op, "input must be long enough for one output", "length ", input.sym_size(2));
+  const auto padded = transposed ? length : input.sym_size(2) + 2 * padding;
+  DPA_CHECK(is_countable({input.sym_size(0), input.sym_size(1), padded}) &&
+                is_countable({input.sym_size(0), weight.sym_size(1 - in), padded}),
+            op, "stride and padding must give tensors whose bytes 64 bits count", stride, " and ", padding);
 }
 
 void check_conv1d_grad(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding,

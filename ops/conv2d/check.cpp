@@ -2,20 +2,11 @@
 #include "ops/conv2d/conv2d.h"
 
 namespace dpa {
-namespace {
-
-/// Whether 64 bits hold the padded extent. Symbolic sizes are those of real tensors.
-bool holds_padded(const c10::SymInt& extent, int64_t padding) {
-  const auto n = extent.maybe_as_int();
-  int64_t pads = 0, sum = 0;
-  return !__builtin_mul_overflow(padding, int64_t{2}, &pads) &&
-         (!n.has_value() || !__builtin_add_overflow(*n, pads, &sum));
-}
-
-}  // namespace
-
-c10::SymInt conv2d_extent(const c10::SymInt& extent, const c10::SymInt& taps, int64_t stride, int64_t padding) {
-  return (extent + 2 * padding - taps) / stride + 1;
+std::array<c10::SymInt, 4> conv2d_sizes(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
+  const auto extent = [&](int side) {
+    return (input.sym_size(side) + 2 * padding - weight.sym_size(side)) / stride + 1;
+  };
+  return {input.sym_size(0), weight.sym_size(0), extent(2), extent(3)};
 }
 
 bool conv2d_channels_last(const Tensor& input, const Tensor& weight) {
@@ -34,22 +25,21 @@ void check_conv2d(const char* op, const Tensor& input, const Tensor& weight, int
             weight.sym_sizes());
   DPA_CHECK(stride >= 1, op, "stride must be at least 1", stride);
   DPA_CHECK(padding >= 0, op, "padding must be at least 0", padding);
-  for (const int side : {2, 3}) {
-    const auto extent = input.sym_size(side), taps = weight.sym_size(side);
-    DPA_CHECK(holds_padded(extent, padding), op, "padding must give an extent that 64 bits hold", padding);
-    DPA_CHECK(extent >= 1 && extent + 2 * padding >= taps, op, "input must be large enough for one output", "shape ",
-              input.sym_sizes());
-  }
+  constexpr int64_t kMostPadding = int64_t{1} << 61;
+  const auto padded = [&](int side) { return input.sym_size(side) + 2 * padding; };
+  DPA_CHECK(padding <= kMostPadding && is_countable({input.sym_size(0), input.sym_size(1), padded(2), padded(3)}) &&
+                is_countable({input.sym_size(0), weight.sym_size(0), padded(2), padded(3)}),
+            op, "padding must give images whose bytes 64 bits count", padding);
+  for (const int side : {2, 3})
+    DPA_CHECK(input.sym_size(side) >= 1 && padded(side) >= weight.sym_size(side), op,
+              "input must be large enough for one output", "shape ", input.sym_sizes());
 }
 
 void check_conv2d_grad(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
   constexpr const char* op = "conv2d_backward";
   check_conv2d(op, input, weight, stride, padding);
-  check_shape(
-      op, "grad", grad,
-      {input.sym_size(0), weight.sym_size(0), conv2d_extent(input.sym_size(2), weight.sym_size(2), stride, padding),
-       conv2d_extent(input.sym_size(3), weight.sym_size(3), stride, padding)},
-      "(B, C_out, H_out, W_out)", "input", input);
+  const auto [batch, channels, height, width] = conv2d_sizes(input, weight, stride, padding);
+  check_shape(op, "grad", grad, {batch, channels, height, width}, "(B, C_out, H_out, W_out)", "input", input);
 }
 
 }  // namespace dpa

@@ -6,6 +6,8 @@
 // there, on Hopper, so has the weight's gradient of filters of 3 x 3 (kernels/cuda/conv2d/wgrad.h). Everything else is
 // PyTorch's convolution.
 #pragma once
+#include <array>
+
 #include "ops/common/check.h"
 #include "ops/common/op.h"
 
@@ -19,8 +21,8 @@ using Conv2dMask = std::array<bool, 2>;
 void check_conv2d(const char* op, const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
 void check_conv2d_grad(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
 
-/// The output's height from the input's and the taps', or the width likewise.
-c10::SymInt conv2d_extent(const c10::SymInt& extent, const c10::SymInt& taps, int64_t stride, int64_t padding);
+/// The sizes (B, C_out, H_out, W_out) of the output.
+std::array<c10::SymInt, 4> conv2d_sizes(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding);
 /// Whether the output is channels-last.
 bool conv2d_channels_last(const Tensor& input, const Tensor& weight);
 

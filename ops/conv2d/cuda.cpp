@@ -24,9 +24,9 @@ std::optional<FewChannels> few_channels(const Tensor& input, const Tensor& weigh
   if (!multiplies || stride != 2 || weight.size(3) != taps || padding >= taps || !conv2d_channels_last(input, weight))
     return std::nullopt;
   FewChannels conv{kernel_dtype(type), input.size(0), input.size(1), input.size(2), input.size(3)};
-  const auto extent = [&](int side) { return conv2d_extent(input.size(side), taps, stride, padding).expect_int(); };
+  const auto sizes = conv2d_sizes(input, weight, stride, padding);
   copy_strides(input, conv.image_strides);
-  conv.out_channels = weight.size(0), conv.out_height = extent(2), conv.out_width = extent(3);
+  conv.out_channels = weight.size(0), conv.out_height = sizes[2].expect_int(), conv.out_width = sizes[3].expect_int();
   conv.taps = static_cast<int>(std::min<int64_t>(taps, INT32_MAX)), conv.padding = static_cast<int>(padding);
   return kernels::conv2d::takes_few_channels(conv) ? std::optional(conv) : std::nullopt;
 }
@@ -50,14 +50,14 @@ std::optional<ImageWgrad> image_wgrad(const Tensor& input, const Tensor& weight,
   const bool served = input.scalar_type() == at::kFloat && weight.size(2) == kTaps && weight.size(3) == kTaps &&
                       stride <= 2 && padding < kTaps && conv2d_channels_last(input, weight) && convolves_in_tf32();
   if (!served) return std::nullopt;
-  const auto extent = [&](int side) { return conv2d_extent(input.size(side), kTaps, stride, padding).expect_int(); };
+  const auto sizes = conv2d_sizes(input, weight, stride, padding);
   const ImageWgrad conv{input.size(0),
                         input.size(1),
                         input.size(2),
                         input.size(3),
                         weight.size(0),
-                        extent(2),
-                        extent(3),
+                        sizes[2].expect_int(),
+                        sizes[3].expect_int(),
                         static_cast<int>(stride),
                         static_cast<int>(padding)};
   return kernels::conv2d::takes_image_wgrad(conv) ? std::optional(conv) : std::nullopt;

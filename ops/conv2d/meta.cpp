@@ -10,10 +10,8 @@ namespace {
 
 Tensor conv2d_meta(const Tensor& input, const Tensor& weight, int64_t stride, int64_t padding) {
   check_conv2d("conv2d", input, weight, stride, padding);
-  return empty_image(input.sym_size(0), weight.sym_size(0),
-                     conv2d_extent(input.sym_size(2), weight.sym_size(2), stride, padding),
-                     conv2d_extent(input.sym_size(3), weight.sym_size(3), stride, padding),
-                     conv2d_channels_last(input, weight), input.options());
+  const auto [batch, channels, height, width] = conv2d_sizes(input, weight, stride, padding);
+  return empty_image(batch, channels, height, width, conv2d_channels_last(input, weight), input.options());
 }
 
 Conv2dGradients conv2d_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight, int64_t stride,

@@ -14,10 +14,8 @@ void check_conv2d_norm_act(const Tensor& input, const Tensor& weight, const Opti
   DPA_CHECK(num_groups >= 0 && (num_groups == 0 || channels % num_groups == 0), op,
             c10::str("num_groups must be 0, or positive and divide the ", channels, " output channels"), num_groups);
   DPA_CHECK(eps >= 0, op, "eps must be at least 0", eps);
-  check_shape(op, "residual", residual,
-              {input.sym_size(0), channels, conv2d_extent(input.sym_size(2), weight.sym_size(2), stride, padding),
-               conv2d_extent(input.sym_size(3), weight.sym_size(3), stride, padding)},
-              "(B, C_out, H_out, W_out)", "input", input);
+  const auto [batch, _, height, width] = conv2d_sizes(input, weight, stride, padding);
+  check_shape(op, "residual", residual, {batch, channels, height, width}, "(B, C_out, H_out, W_out)", "input", input);
 }
 
 }  // namespace dpa

@@ -10,10 +10,8 @@ Tensor conv2d_norm_act_meta(const Tensor& input, const Tensor& weight, const Opt
                             const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& residual,
                             int64_t num_groups, double eps, int64_t stride, int64_t padding, bool /*relu*/) {
   check_conv2d_norm_act(input, weight, bias, scale, shift, residual, num_groups, eps, stride, padding);
-  return empty_image(input.sym_size(0), weight.sym_size(0),
-                     conv2d_extent(input.sym_size(2), weight.sym_size(2), stride, padding),
-                     conv2d_extent(input.sym_size(3), weight.sym_size(3), stride, padding),
-                     is_channels_last_image(input), input.options());
+  const auto [batch, channels, height, width] = conv2d_sizes(input, weight, stride, padding);
+  return empty_image(batch, channels, height, width, is_channels_last_image(input), input.options());
 }
 
 }  // namespace

@@ -121,7 +121,6 @@ class Walk {
  private:
   static constexpr int64_t kEpochWords = 32;
 
-  bool is_last(size_t step) const { return step + 1 == network_.steps.size(); }
   conv2d::Shape shape(size_t step) const {
     return conv2d::shape_of_step(network_, step, dtype_, batch_, call_.extents);
   }

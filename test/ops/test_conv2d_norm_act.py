@@ -67,7 +67,7 @@ class TestConv2dNormAct(ConvolutionProofs):
         yield head + r"eps must be at least 0", at(4, -1.0)
         yield head + r"stride must be at least 1, got 0", at(0, 1e-5, 0)
         yield head + r"padding must be at least 0, got -1", at(0, 1e-5, 1, -1)
-        yield head + r"padding must give an extent", at(0, 1e-5, 1, 2**62)
+        yield head + r"padding must give images whose bytes", at(0, 1e-5, 1, 2**62)
         yield head + r"input must be large enough", Sample((x[:, :, :2], w))
         if device.type == "cuda":
             yield head + r"weight must be on the device", Sample((x, w.cpu()))

@@ -26,6 +26,14 @@ def test_a_length_beyond_64_bits(where, stride, padding, transposed):
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("padding", [2**61, 2**58])
+def test_bytes_beyond_64_bits(where, padding):
+    x, weight = torch.randn(1, 2, 5, device=where), torch.randn(2, 2, 3, device=where)
+    with pytest.raises(RuntimeError, match="dpa::conv1d: stride and padding must give tensors"):
+        _OPS.conv1d(x, weight, None, 1, padding, False)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_a_stride_beyond_64_bits(where):
     x, weight = torch.randn(1, 2, 5, device=where), torch.randn(2, 2, 3, device=where)
     with pytest.raises(RuntimeError, match=r"dpa::conv1d: stride and padding must give a length"):

@@ -12,7 +12,7 @@ cudaError_t launch_tiling(int tiling, const Launch& launch, bool dependent, cuda
 template <class T>
 cudaError_t launch_stem_of(const Stems& stems, int blocks, bool wgmma, bool dependent, cudaStream_t stream);
 
-// The epoch is read behind the grid dependency, for the call before counts itself at its end.
+// The epoch is read behind the grid dependency: the launch before may zero it, or count the call before.
 DPA_DEVICE uint32_t call_flag(const uint32_t* epoch) { return (device::load_message_word(epoch) + 1) & 1; }
 
 template <class... Parameters, class... Arguments>

@@ -14,9 +14,9 @@
 // The epilogue adds the teams' sums in shared memory and the splits' by messages through L2, each in a fixed order. A
 // GroupNorm takes moments of what the tile holds (mean first, then deviations); where a (sample, group) lies in several
 // tiles, blocks exchange their parts' moments by messages and each combines all, in a fixed order. A word of a message
-// carries the call's parity in its lowest bit, so no flag is awaited, nothing is reset, and an exchange costs one trip
-// through L2. Blocks that wait for one another must all be resident; where a grid is larger, the kernel stores raw values
-// and moments (`deferred`), and a second pass normalises in place.
+// carries a flag in its lowest bit, so none is awaited by itself, and an exchange costs one trip through L2. Blocks that
+// wait for one another must all be resident; where a grid is larger, the kernel stores raw values and moments
+// (`deferred`), and a second pass normalises in place.
 //
 // Why one block does it all: at batch 1 a layer's GEMM takes less than 1 us of the GPU, and its time is latency. A 3 x 3
 // layer of ResNet-18 at 84 x 84, 2 images, takes 6 to 8 us on 132 multiprocessors, the next launch's start hidden in it. Large

@@ -1,7 +1,8 @@
 // The launchers of the image encoder's kernels. A launch's own error is returned.
 //
-// Messages: `epoch`, partials and moments lie in memory that is zero before the first call. A call is what ends with one
-// `finished` (launch_pool); all launches of all calls on that memory are in one stream's order.
+// Messages: `epoch`, partials and moments lie in memory that a call's first launch zeroes; or that is zero before the
+// first of several calls, of which each ends with one `finished` (launch_pools). All launches on it are in one stream's
+// order.
 // `dependent`: programmatic dependent launch. Packed weights and parameters are read before the preceding kernels have
 // ended, so those must not write them.
 #pragma once
@@ -22,28 +23,19 @@ cudaError_t launch_stems(DType dtype, const Stems& stems, int blocks, bool wgmma
 /// Of networks of equal sizes. `finished`: the epoch, where this is the last launch of a call; else null.
 cudaError_t launch_pools(DType dtype, PoolKind kind, const Pools& pools, uint32_t* finished, bool dependent,
                          cudaStream_t stream);
-inline cudaError_t launch_pool(DType dtype, PoolKind kind, const Pool& pool, uint32_t* finished, bool dependent,
-                               cudaStream_t stream) {
-  return launch_pools(dtype, kind, {{pool}, 1}, finished, dependent, stream);
-}
 /// Of windows of 3 x 3 over raw maps, which are normalised on their way.
 cudaError_t launch_normalised_pools(DType dtype, const Pools& pools, const RawMaps& raw, int blocks, bool dependent,
                                     cudaStream_t stream);
 cudaError_t launch_normalise(DType dtype, const Conv& conv, const uint32_t* epoch, int blocks, bool dependent,
                              cudaStream_t stream);
 /// Weights (out_channels, channels, kernel_height, kernel_width) in float32 to what the kernels read (pack.cuh),
-/// rounded to the dtype (tf32 for float32). `factor`, of each
-/// output channel, is multiplied in (a folded BatchNorm); may be null. `weight_bytes(shape)` are written.
+/// rounded to the dtype (tf32 for float32). `factor`, of each output channel, is multiplied in (a folded BatchNorm); may
+/// be null. `weight_bytes(shape)` are written.
 /// `cells`: `shape` is shape_of_cells and the weights are (out_channels, 3, 7, 7).
 cudaError_t launch_pack(const Shape& shape, const float* weights, const float* factor, void* packed,
                         cudaStream_t stream, bool cells = false);
 
 /// Of images of equal sizes.
 cudaError_t launch_preprocess(DType dtype, const Preprocesses& all, bool dependent, cudaStream_t stream);
-inline cudaError_t launch_preprocess(DType dtype, const Preprocess& p, cudaStream_t stream) {
-  Preprocesses all = {};
-  all.items[all.count++] = p;
-  return launch_preprocess(dtype, all, false, stream);
-}
 
 }  // namespace dpa::kernels::conv2d
