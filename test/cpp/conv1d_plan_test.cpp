@@ -105,6 +105,19 @@ TEST(ConvPlan, Float32WeightsOfFewElementsComeInTwoParts) {
   }
 }
 
+TEST(ConvPlan, SmallConvolutionsOfFloat32AreInFull) {
+  Conv1d c = convolution(64, 16, 64, 32, 5, 1);
+  EXPECT_FALSE(in_full(c));
+  c.dtype = DType::kFloat32;
+  EXPECT_TRUE(in_full(c));
+  for (const MmaPlan& plan : {plan_mma_fprop(c, 1), plan_mma_dgrad(c, 1)})
+    EXPECT_EQ(plan.conv.tile_rows * plan.conv.tile_columns, 64 * 64);
+  c.batch = 205;
+  EXPECT_FALSE(in_full(c));
+  c.batch = 1, c.x_channels = 128;
+  EXPECT_FALSE(in_full(c));
+}
+
 TEST(ConvPlan, EveryBlockOfAClusterHasSteps) {
   for (const Conv1d& c : convolutions()) {
     for (int multiprocessors : {1, 78, 114, 132}) {

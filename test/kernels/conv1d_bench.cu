@@ -1,4 +1,5 @@
 // Times of a convolution's three GEMMs and of packing its weights, beside the time at a rate of arithmetic.
+#include "kernels/cuda/conv1d/mma.h"
 #include "test/kernels/conv1d_case.cuh"
 
 namespace dpa::test {
@@ -66,7 +67,7 @@ void bench_type(DType type, double rate) {
     const int multiprocessors = properties.multiProcessorCount;
     auto fprop_plan = plan_fprop(c, multiprocessors), dgrad_plan = plan_dgrad(c, multiprocessors);
     auto wgrad_plan = plan_wgrad(c, multiprocessors);
-    if (!has_wgmma()) {  // the tile's rows in the place of its blocks
+    if (!by_wgmma(c)) {  // the tile's rows in the place of its blocks
       fprop_plan = plan_mma_fprop(c, multiprocessors).conv, fprop_plan.splits = fprop_plan.tile_rows;
       dgrad_plan = plan_mma_dgrad(c, multiprocessors).conv, dgrad_plan.splits = dgrad_plan.tile_rows;
       wgrad_plan.splits = plan_mma_wgrad(c, multiprocessors).splits;

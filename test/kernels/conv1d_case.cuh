@@ -58,10 +58,12 @@ __device__ T rounded(float value) {
 }
 
 template <class T>
-__device__ void put_noise(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+__device__ void put_noise(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale, bool whole) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * width;
-       i += int64_t{gridDim.x} * blockDim.x)
-    x[i] = rounded<T>(i % width < channels ? scale * noise(seed, i) : 0.f);
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const float value = i % width < channels ? scale * noise(seed, i) : 0.f;
+    x[i] = whole ? narrow<T>(value) : rounded<T>(value);
+  }
 }
 
 // A weight as the kernels multiply it: rounded, or, of two parts, nearly itself (2^-22 of it).
@@ -72,8 +74,8 @@ __device__ double multiplied(const Conv1d& c, float w) {
 }
 
 template <class T>
-__global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
-  put_noise(x, rows, channels, width, seed, scale);
+__global__ void fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale, bool whole) {
+  put_noise(x, rows, channels, width, seed, scale, whole);
 }
 // The three formulas of conv1d.h, a thread an output element.
 template <class T>
@@ -218,8 +220,8 @@ struct Case {
         gradient(weights * 4),
         half_gradient(weights * sizeof(T)),
         workspace(std::max({wgrad_workspace(c), fprop_workspace(c, 0), dgrad_workspace(c)})) {
-    put<T>(y, y_rows, c.y_channels, y_width, seed, 1);
-    put<T>(x, x_rows, c.x_channels, x_width, seed + 1, 1);
+    put<T>(y, y_rows, c.y_channels, y_width, seed, 1, in_full(c));
+    put<T>(x, x_rows, c.x_channels, x_width, seed + 1, 1, in_full(c));
     put<float>(weight, c.y_channels, c.x_channels * c.taps, c.x_channels * c.taps, seed + 2, 0.1f);
     put<float>(bias, 1, bias.bytes / 4, bias.bytes / 4, seed + 3, 1);
     put<T>(y_residual, y_rows, c.y_channels, c.y_channels, seed + 4, 1);
@@ -235,8 +237,9 @@ struct Case {
   const void* fprop_weights() const { return c.in_place ? weight.data : packed.data; }
   const void* dgrad_weights() const { return c.in_place ? weight.data : kFloat ? transposed.data : packed.data; }
   template <class S>
-  static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
-    fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale);
+  static void put(Buffer& to, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale,
+                  bool whole = false) {
+    fill<S><<<1024, 256>>>(reinterpret_cast<S*>(to.data), rows, channels, width, seed, scale, whole);
   }
   void run_fprop(bool addends, cudaStream_t stream = 0) {
     const Addends add{addends ? bias.data : nullptr, DType::kFloat32, {addends ? y_residual.data : nullptr}};

@@ -155,6 +155,8 @@ int run_norm_tests() {
     try_one(type, 8, 16, 1024, 4096, 5, 128), try_one(type, 8, 32, 512, 2048, 5, 64);
     try_one(type, 4, 128, 256, 256, 5, 32), try_one(type, 1, 12, 640, 320, 3, 80),
         try_one(type, 300, 48, 256, 256, 5, 32);
+    // Small ones, of float32 in full: of which a tile is not filled, and a group fills one.
+    try_one(type, 8, 16, 64, 32, 5, 8), try_one(type, 3, 16, 64, 32, 5, 8), try_one(type, 8, 8, 128, 24, 5, 64);
   }
   std::mt19937 random(std::random_device{}());
   seed = 2000 + random() % 100000;

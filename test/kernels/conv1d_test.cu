@@ -6,6 +6,7 @@
 #include <random>
 #include <string>
 
+#include "kernels/cuda/conv1d/mma.h"
 #include "test/kernels/conv1d_case.cuh"
 
 namespace dpa::test {
@@ -13,11 +14,11 @@ namespace {
 
 // The same, delayed: the dependent launch has started long before.
 template <class T>
-__global__ void delayed_fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, float scale) {
+__global__ void delayed_fill(T* x, int64_t rows, int64_t channels, int64_t width, uint64_t seed, bool whole) {
   trigger_dependent_launch();
   grid_dependency_sync();
   for (int i = 0; i < 100; ++i) __nanosleep(1000);
-  put_noise(x, rows, channels, width, seed, scale);
+  put_noise(x, rows, channels, width, seed, /*scale=*/1, whole);
 }
 
 // Whether convolutions whose input is still being written when they are launched give the same bits.
@@ -26,16 +27,16 @@ bool waits_for_delayed_input(Case<T>& t, uint64_t seed, bool addends) {
   const auto y_once = to_host<uint16_t>(t.y_out), x_once = to_host<uint16_t>(t.x_out);
   for (auto* buffer : {&t.x, &t.y, &t.y_out, &t.x_out}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
   CHECK(launch_dependent(delayed_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.x.data), t.x_rows, t.c.x_channels,
-                         t.x_width, seed + 1, 1.0f));
+                         t.x_width, seed + 1, in_full(t.c)));
   t.run_fprop(addends);
   CHECK(launch_dependent(delayed_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.y.data), t.y_rows, t.c.y_channels,
-                         t.y_width, seed, 1.0f));
+                         t.y_width, seed, in_full(t.c)));
   t.run_dgrad(addends);
   CHECK(cudaDeviceSynchronize());
   const auto gradient_once = to_host<uint32_t>(t.gradient);
   for (auto* buffer : {&t.x, &t.gradient}) CHECK(cudaMemset(buffer->data, 0xFF, buffer->bytes));
   CHECK(launch_dependent(delayed_fill<T>, 64, 256, 0, reinterpret_cast<T*>(t.x.data), t.x_rows, t.c.x_channels,
-                         t.x_width, seed + 1, 1.0f));
+                         t.x_width, seed + 1, in_full(t.c)));
   t.run_wgrad(false);
   CHECK(cudaDeviceSynchronize());
   return y_once == to_host<uint16_t>(t.y_out) && x_once == to_host<uint16_t>(t.x_out) &&
@@ -93,7 +94,7 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
   WgradPlan plan = plan_wgrad(c, multiprocessors);
   int flat = 0;
-  if (!has_wgmma() || !wgmma_takes_taps(c)) {
+  if (!by_wgmma(c) || !wgmma_takes_taps(c)) {
     const auto mma = plan_mma_wgrad(c, multiprocessors);
     plan.splits = mma.splits, plan.rows.count = mma.steps, flat = mma.step_rows;
     if (kFloat) plan.rows.count = c.batch * c.y_length / 8 / kTf32Times + 1;
@@ -125,7 +126,8 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
     std::printf(
         "%s%s B %lld y %lldx%lld x %lldx%lld k %d s %d p %d: fprop %.2f dgrad %.2f wgrad %.2f %.2f%s%s "
         "%s%s%s\n",
-        kFloat                      ? "tf32"
+        kFloat && in_full(c)        ? "full"
+        : kFloat                    ? "tf32"
         : std::is_same_v<T, __half> ? "f16 "
                                     : "bf16",
         c.in_place ? " in place" : "", (long long)c.batch, (long long)c.y_length, (long long)c.y_channels,

@@ -1,6 +1,6 @@
 // One-dimensional convolutions over tensors in (batch, time, channels) order, as implicit GEMMs on tensor cores: by
-// wgmma on Hopper, by warp-level MMAs (mma.h) on other GPUs from compute capability 8.0 on and for the weight gradients
-// that the tiles of wgmma do not take.
+// wgmma on Hopper, by warp-level MMAs (mma.h) on other GPUs from compute capability 8.0 on, for the weight gradients that
+// the tiles of wgmma do not take, and for small convolutions of float32 (`in_full`).
 //
 // A convolution maps x to y by a weight (d0, d1, taps); y is as long as x, or half as long where the stride is 2:
 //   fprop   y[b, t, i]      = sum over j, k of     weight[i, j, k] x[b, stride t + k - padding, j]
@@ -13,7 +13,7 @@
 // padded to a multiple of 8). Results have rows that are not padded. Accumulators are float32, added in an order that
 // the sizes alone determine.
 //
-// Operands in float32 are rounded to tf32, and dgrad takes weights that are packed (taps, d1, d0 padded); weights of few
+// Operands in float32 are rounded to tf32 or, `in_full`, come as two such numbers, and dgrad takes weights that are packed (taps, d1, d0 padded); weights of few
 // elements come as two planes of tf32 numbers (weight_parts): (2, taps, ...). Or operands are
 // pairs of float16 numbers (Conv1d::halves, math/two_halves.h): planes of high halves, then of low ones, of rows
 // (2, batch, time, channels padded) and packed weights (2, taps, d0, d1 padded); addends and results are float32. Or, of

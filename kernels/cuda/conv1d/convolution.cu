@@ -1,5 +1,5 @@
-// fprop and dgrad: which kernel a convolution takes, and its launch. The kernel by wgmma: convolution_kernel.cuh; where there
-// is none: mma_convolution.cu.
+// fprop and dgrad: which kernel a convolution takes, and its launch. The kernel by wgmma: convolution_kernel.cuh; the other
+// (`by_wgmma`): mma_convolution.cu.
 #include <algorithm>
 
 #include "kernels/cuda/conv1d/convolution_kernel.cuh"
@@ -106,31 +106,33 @@ cudaError_t run(const Conv1d& conv, const ConvPlan& plan, const Rows& x, const W
 
 bool has_wgmma() { return runs_hopper_code(); }
 
+bool by_wgmma(const Conv1d& conv) { return has_wgmma() && !in_full(conv); }
+
 bool supported() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
 
 bool takes_in_place(const Conv1d& conv) { return reads_in_place(conv) && has_wgmma(); }
 
 bool takes(const Conv1d& conv) {
-  if (!has_wgmma()) return supported() && mma_serves(conv);
+  if (!by_wgmma(conv)) return supported() && mma_serves(conv);
   return serves(conv) && (wgmma_takes_taps(conv) || plan_mma_wgrad(conv, multiprocessors()).fits());
 }
 
 int64_t fprop_workspace(const Conv1d& conv, int group) {
-  return has_wgmma() ? 0 : plan_mma_fprop(conv, multiprocessors(), group).partials_bytes();
+  return by_wgmma(conv) ? 0 : plan_mma_fprop(conv, multiprocessors(), group).partials_bytes();
 }
 
 int64_t dgrad_workspace(const Conv1d& conv) {
-  return has_wgmma() ? 0 : plan_mma_dgrad(conv, multiprocessors()).partials_bytes();
+  return by_wgmma(conv) ? 0 : plan_mma_dgrad(conv, multiprocessors()).partials_bytes();
 }
 
 cudaError_t fprop(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,
                   void* workspace, cudaStream_t stream) {
-  if (!has_wgmma()) return mma_fprop(conv, x, weights.packed, addends, y, {}, workspace, stream);
+  if (!by_wgmma(conv)) return mma_fprop(conv, x, weights.packed, addends, y, {}, workspace, stream);
   return run<false>(conv, plan_fprop(conv, multiprocessors()), x, weights, addends, {y}, {}, {}, stream);
 }
 
 bool normalises(const Conv1d& conv, int group) {
-  if (has_wgmma()) {
+  if (by_wgmma(conv)) {
     const auto plan = plan_normalised(conv, group, multiprocessors());
     return plan.exchange || plan.passes > 0;
   }
@@ -139,7 +141,10 @@ bool normalises(const Conv1d& conv, int group) {
 }
 
 bool takes_shortcut(const Conv1d& conv, int group) {
-  if (!has_wgmma()) return false;
+  if (!by_wgmma(conv)) return false;
+  Conv1d shortcut = conv;
+  shortcut.taps = 1, shortcut.padding = 0;
+  if (in_full(shortcut)) return false;  // tf32 would not be its own accuracy
   const auto plan = plan_normalised(conv, group, multiprocessors());
   const int64_t blocks = plan.rows.count * plan.column_tiles * plan.splits;
   return !conv.in_place && plan.together && plan.tile_columns <= 128 && blocks <= multiprocessors();
@@ -148,7 +153,7 @@ bool takes_shortcut(const Conv1d& conv, int group) {
 cudaError_t fprop_normalised(const Conv1d& conv, const Rows& x, const Weights& weights, const Addends& addends, void* y,
                              const Normalisation& normalisation, const Shortcut& shortcut, void* workspace,
                              cudaStream_t stream) {
-  if (!has_wgmma()) {
+  if (!by_wgmma(conv)) {
     if (shortcut.out) return cudaErrorInvalidValue;
     return mma_fprop(conv, x, weights.packed, addends, y, normalisation, workspace, stream);
   }
@@ -158,7 +163,7 @@ cudaError_t fprop_normalised(const Conv1d& conv, const Rows& x, const Weights& w
 
 cudaError_t dgrad(const Conv1d& conv, const void* y, const Weights& weights, const Addends& addends,
                   const OutputRows& x, void* workspace, cudaStream_t stream) {
-  if (!has_wgmma()) return mma_dgrad(conv, y, weights.packed, addends, x, workspace, stream);
+  if (!by_wgmma(conv)) return mma_dgrad(conv, y, weights.packed, addends, x, workspace, stream);
   return run<true>(conv, plan_dgrad(conv, multiprocessors()), {y}, weights, addends, x, {}, {}, stream);
 }
 

@@ -1,5 +1,5 @@
 // fprop and dgrad by warp-level MMAs (`mma.sync`), for compute capability 8.0 and later: the GEMM of convolution.cu
-// where the device has no wgmma, or its tiles do not take the shape.
+// where the device has no wgmma, and of small convolutions of float32 (`in_full`) everywhere.
 //
 // An output tile is 128 or 64 rows (j, sample), times outside, by 128 or 64 channels n (mma_plan.cpp chooses). A step
 // contracts 128 bytes of channels of one term. A box of A, those channels of the tile's samples and times, serves all
@@ -34,25 +34,46 @@ __device__ __forceinline__ void normalise_tile(const ConvArgs& to, const TileCoo
   }
 }
 
+// Float32 in full (in_full).
+struct InFull {};
+template <class T>
+constexpr bool kInFull = std::is_same_v<T, InFull>;
+template <class T>
+using Element = std::conditional_t<kInFull<T>, float, Operand<T>>;
+template <class T>
+using Output = std::conditional_t<kInFull<T>, float, Result<T>>;
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kByWgmma = true;
+#else
+constexpr bool kByWgmma = false;
+#endif
+
 // kMajorN: weights run along N, as dgrad reads those of 16 bits.
 template <class T, class Shape, bool kMajorN, int kStride>
-__global__ void __launch_bounds__(kMmaThreads, 2)
-    mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
-#if __CUDA_ARCH__ >= 800 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere nobody launches it: see `has_wgmma`
+__device__ __forceinline__ void run_block(const MmaArgs& args, const ConvArgs& to) {
   grid_dependency_sync();
   if (args.adds) {
     add_partials<Shape>(args, blockIdx.x);
   } else {
     const unsigned splits = args.plan.splits;
-    sum_tile<Operand<T>, Shape, kMajorN, kStride, kHalves<T>>(
+    sum_tile<Element<T>, Shape, kMajorN, kStride, kHalves<T>, kInFull<T>>(
         args, mma_tile<Shape>(args.plan.conv, blockIdx.x / splits), static_cast<int>(blockIdx.x % splits));
     if (args.partials) return store_partials<Shape>(args, blockIdx.x);
   }
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
   const SharedSums<Shape::kColumns> sums(to, coord, ptx::shared_address(tile_of_sums()), /*others=*/0);
   if constexpr (!kMajorN && kStride == 1 && !kHalves<T>)
-    if (to.normalisation.out) return normalise_tile<T, Shape>(to, coord, sums);
-  store_rows<Result<T>, Shape::kColumns>(to, destination(to), coord, sums);
+    if (to.normalisation.out) return normalise_tile<Output<T>, Shape>(to, coord, sums);
+  store_rows<Output<T>, Shape::kColumns>(to, destination(to), coord, sums);
+}
+
+template <class T, class Shape, bool kMajorN, int kStride>
+__global__ void __launch_bounds__(kMmaThreads, kInFull<T> ? 1 : 2)
+    mma_kernel(const __grid_constant__ MmaArgs args, const __grid_constant__ ConvArgs to) {
+#if __CUDA_ARCH__ >= 800
+  // Elsewhere nobody launches it: see `by_wgmma`.
+  if constexpr (kInFull<T> || !kByWgmma) run_block<T, Shape, kMajorN, kStride>(args, to);
 #endif
 }
 
@@ -71,13 +92,18 @@ cudaError_t launch_mma(MmaArgs args, const ConvArgs& to, cudaStream_t stream) {
 template <class F>
 cudaError_t dispatch_operands(const Conv1d& conv, F&& f) {
   if (conv.halves) return f(TypeTag<TwoHalves>{});
+  if (in_full(conv)) return f(TypeTag<InFull>{});
   return dispatch_to_32_bits(conv.dtype, f);
 }
 
-template <class F>
+template <class T, class F>
 cudaError_t dispatch_shape(const ConvPlan& plan, F&& f) {
-  if (plan.tile_rows == 128) return plan.tile_columns == 128 ? f(MmaShape<128, 128>{}) : f(MmaShape<128, 64>{});
-  return plan.tile_columns == 128 ? f(MmaShape<64, 128>{}) : f(MmaShape<64, 64>{});
+  if constexpr (kInFull<T>) {
+    return f(MmaShape<64, 64>{});
+  } else {
+    if (plan.tile_rows == 128) return plan.tile_columns == 128 ? f(MmaShape<128, 128>{}) : f(MmaShape<128, 64>{});
+    return plan.tile_columns == 128 ? f(MmaShape<64, 128>{}) : f(MmaShape<64, 64>{});
+  }
 }
 
 ConvArgs epilogue_args(const MmaPlan& plan, const MmaArgs& args, const Addends& addends, const OutputRows& out,
@@ -111,7 +137,7 @@ cudaError_t mma_fprop(const Conv1d& conv, const Rows& x, const void* weights, co
   return dispatch_operands(conv, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (conv.stride == 2) return launch_mma<T, MmaShape<64, 64>, /*kMajorN=*/false, 2>(args, to, stream);
-    return dispatch_shape(
+    return dispatch_shape<T>(
         plan.conv, [&](auto shape) { return launch_mma<T, decltype(shape), /*kMajorN=*/false>(args, to, stream); });
   });
 }
@@ -125,8 +151,8 @@ cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, co
   const ConvArgs to = epilogue_args(plan, args, addends, x, {});
   return dispatch_operands(conv, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return dispatch_shape(plan.conv, [&](auto shape) {
-      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(Operand<T>) == 2>(args, to, stream);
+    return dispatch_shape<T>(plan.conv, [&](auto shape) {
+      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(Element<T>) == 2>(args, to, stream);
     });
   });
 }

@@ -3,6 +3,9 @@
 // Rows of A and of weights along K lie in a stage as 128 bytes, sixteen at a time at the place that the row's number
 // permutes (swizzle); weights along N as pieces of 64 channels n, a row of K each.
 //
+// In full (`in_full`, shape.h) rows of A are split into two tf32 numbers as they are read, and each slice's sum is added
+// rounded to the nearest.
+//
 // Of pairs of float16 numbers (Conv1d::halves) the chunks come three times, as in convolution_kernel.cuh: high halves of
 // x by low halves of the weights, low by high, then high by high, whose slices are summed up alone, two at a time, and
 // then added, rounded to the nearest.
@@ -234,6 +237,38 @@ DPA_DEVICE void multiply_step(float (&sums)[4][4][4], const uint32_t (&rows)[4],
   }
 }
 
+// The same of float32 in full: of the weights' first parts, and of the second ones at `rest`. An MMA cuts off what lies
+// below the last place of its sum, so each slice has a sum of its own.
+template <class Shape>
+DPA_DEVICE void add_parts(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, uint32_t rest,
+                          int group) {
+#pragma unroll 1
+  for (int s = 0; s < Shape::kSlices; s += Shape::kGroups) {
+    const int slice = s + group;
+    uint32_t b[2][4], b_rest[2][4];
+    load_weights<float, /*kMajorN=*/false>(b, weights, slice);
+    load_weights<float, /*kMajorN=*/false>(b_rest, rest, slice);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      uint32_t values[4], a[4], a_rest[4];
+      device::load_matrix_x4(values, rows[m] ^ slice << 5);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split_operand(values[i], a[i], a_rest[i]);
+      const uint4 first = {a[0], a[1], a[2], a[3]}, second = {a_rest[0], a_rest[1], a_rest[2], a_rest[3]};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int at = n % 2 * 2;
+        float sum[4] = {};
+        device::mma(float{}, sum, second, b[n / 2][at], b[n / 2][at + 1]);
+        device::mma(float{}, sum, first, b_rest[n / 2][at], b_rest[n / 2][at + 1]);
+        device::mma(float{}, sum, first, b[n / 2][at], b[n / 2][at + 1]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[m][n][e] += sum[e];
+      }
+    }
+  }
+}
+
 // The same of high halves: the sum of two slices, or of the one that a warp has, and then that of all.
 template <class T, class Shape, bool kMajorN>
 DPA_DEVICE void add_step(float (&sums)[4][4][4], const uint32_t (&rows)[4], uint32_t weights, int group) {
@@ -326,15 +361,17 @@ DPA_DEVICE void add_partials(const MmaArgs& args, unsigned index) {
   device::sync_block();
 }
 
-// Of the `part`-th of a tile's blocks.
-template <class T, class Shape, bool kMajorN, int kStride = 1, bool kTwoHalves = false>
+// Of the `part`-th of a tile's blocks. In full a stage has both parts of a term's weights.
+template <class T, class Shape, bool kMajorN, int kStride = 1, bool kTwoHalves = false, bool kInFull = false>
 DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   const ConvPlan& plan = args.plan.conv;
   const int thread = device::thread(), warp = thread / 32;
   const int column = warp % Shape::kColumnWarps * 32, row_warp = warp / Shape::kColumnWarps % Shape::kRowWarps;
   const int group = warp / (Shape::kColumnWarps * Shape::kRowWarps);
   const int before = tile.first_time * kStride + plan.lowest, first_time = before > 0 ? before : 0;
-  const int parts = kIsFloat<T> ? plan.parts : 1;  // of a weight: a step of a chunk each
+  constexpr int kParts = kInFull ? 2 : 1, kStages = Shape::kStages / kParts;
+  constexpr int kStageBytes = kParts * Shape::kWeightBytes;
+  const int parts = kIsFloat<T> && !kInFull ? plan.parts : 1;  // of a weight: a step of a chunk each
   const auto term_of = [&](int step) { return kIsFloat<T> ? step >> (parts - 1) : step; };
   const int steps = plan.terms[tile.phase] * parts, boxes = args.plan.boxes;
   const int first_step = plan.first_term[row_warp] * parts, end_step = plan.end_term[row_warp] * parts;
@@ -352,11 +389,14 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   // Which step's weights are loaded next. Their stage is the one before that which is multiplied.
   int next_step = 0, load_chunk = work.first;
   const auto load_step = [&](int stage) {
-    if (load_chunk < work.end)
-      weight_copies.load(args,
-                         plan.tap[tile.phase][term_of(next_step)] +
-                             (work.low_weights(load_chunk) || (next_step & (parts - 1)) ? args.taps : 0),
-                         work.channels(load_chunk), weights + place + stage * Shape::kWeightBytes);
+    if (load_chunk < work.end) {
+      const bool low = work.low_weights(load_chunk) || (next_step & (parts - 1));
+      const int tap = plan.tap[tile.phase][term_of(next_step)] + (low ? args.taps : 0);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        weight_copies.load(args, tap + part * args.taps, work.channels(load_chunk),
+                           weights + place + stage * kStageBytes + part * Shape::kWeightBytes);
+    }
     device::copy_async_commit();
     if (++next_step == steps) next_step = 0, ++load_chunk;
   };
@@ -367,7 +407,7 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
 #pragma unroll 1
   for (int i = 0; i < boxes - 1; ++i) load_box(work.first + i, i);
 #pragma unroll 1
-  for (int i = 0; i < Shape::kStages - 1; ++i) load_step(i);
+  for (int i = 0; i < kStages - 1; ++i) load_step(i);
 
   // What has been summed up is of low halves.
   [[maybe_unused]] const auto scale_low = [&] {
@@ -377,10 +417,10 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
   int step = 0, chunk = work.first, stage = 0, box = 0;
 #pragma unroll 1
   while (chunk < work.end) {
-    device::copy_async_wait<Shape::kStages - 2>();
+    device::copy_async_wait<kStages - 2>();
     device::sync_block();
     if (step == 0) load_box(chunk + boxes - 1, box == 0 ? boxes - 1 : box - 1);
-    load_step(stage == 0 ? Shape::kStages - 1 : stage - 1);
+    load_step(stage == 0 ? kStages - 1 : stage - 1);
     if constexpr (kTwoHalves) {
       if (step == 0 && chunk == work.last_round()) scale_low();
     }
@@ -388,13 +428,15 @@ DPA_DEVICE void sum_tile(const MmaArgs& args, const MmaTile& tile, int part) {
       uint32_t rows[4];
       const int term = term_of(step);
       lane_rows.places(rows, memory + box * box_bytes, plan.shift[tile.phase][term] * plan.rows.samples, term, zeros);
-      const uint32_t at = lane_weight + stage * Shape::kWeightBytes;
-      if (kTwoHalves && chunk >= work.last_round())
+      const uint32_t at = lane_weight + stage * kStageBytes;
+      if constexpr (kInFull)
+        add_parts<Shape>(sums, rows, at, at + Shape::kWeightBytes, group);
+      else if (kTwoHalves && chunk >= work.last_round())
         add_step<T, Shape, kMajorN>(sums, rows, at, group);
       else
         multiply_step<T, Shape, kMajorN>(sums, rows, at, group);
     }
-    if (++stage == Shape::kStages) stage = 0;
+    if (++stage == kStages) stage = 0;
     if (++step == steps) {
       step = 0, ++chunk;
       if (++box == boxes) box = 0;

@@ -18,13 +18,16 @@ constexpr bool kIsFloat = std::is_same_v<T, float>;
 template <class T>
 constexpr int kSize = kIsFloat<T> ? 4 : 2;  // bytes
 
-// `padded` (shape.h) in a kernel.
-DPA_DEVICE int64_t padded_channels(int64_t channels) { return (channels + 7) / 8 * 8; }
-
 // As the MMA multiplies it: float32 rounded to the nearest tf32.
 template <class T>
 DPA_DEVICE void round_operand(uint32_t& x) {
   if constexpr (kIsFloat<T>) x = device::to_tf32(device::as_float(x));
+}
+
+// A float32 number as the two tf32 numbers whose sum it is, to 2^-23 of it. What is left of infinity is NaN.
+DPA_DEVICE void split_operand(uint32_t x, uint32_t& first, uint32_t& rest) {
+  first = device::to_tf32(device::as_float(x));
+  rest = device::to_tf32(device::as_float(x) - device::as_float(first));
 }
 
 // Rounds a sum to T and stores it.

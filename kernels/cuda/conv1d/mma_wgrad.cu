@@ -9,12 +9,12 @@
 namespace dpa::kernels::conv1d {
 namespace {
 
-template <class T, int kSlots>
-__global__ void __launch_bounds__(kMmaThreads, kSlots <= 5 ? 2 : 1)
+template <class T, int kSlots, bool kInFull>
+__global__ void __launch_bounds__(kMmaThreads, kSlots <= 5 && !kInFull ? 2 : 1)
     mma_wgrad_kernel(const __grid_constant__ MmaWgradArgs args) {
 #if __CUDA_ARCH__ >= 800  // elsewhere nobody launches it: see `supported`
   grid_dependency_sync();
-  wgrad_block<T, kSlots>(args, wgrad_tile(args, blockIdx.x));
+  wgrad_block<T, kSlots, kInFull>(args, wgrad_tile(args, blockIdx.x));
 #endif
 }
 
@@ -52,8 +52,11 @@ cudaError_t mma_wgrad(const Conv1d& conv, const void* y, const Rows& x, void* gr
                       mma_wgrad_bytes(conv, plan), stream};
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto error = dispatch_value<4, 5, 6, 7, 8, 9>(
-        args.plan.slots, [&](auto slots) { return launch_cluster(mma_wgrad_kernel<T, slots.value>, launch, args); });
+    const auto error = dispatch_value<4, 5, 6, 7, 8, 9>(args.plan.slots, [&](auto slots) {
+      if constexpr (kIsFloat<T>)
+        if (in_full(conv)) return launch_cluster(mma_wgrad_kernel<T, slots.value, /*kInFull=*/true>, launch, args);
+      return launch_cluster(mma_wgrad_kernel<T, slots.value, /*kInFull=*/false>, launch, args);
+    });
     if (error != cudaSuccess) return error;
     if (!partials) return cudaSuccess;
     const int64_t count = conv.y_channels * conv.x_channels * conv.taps;

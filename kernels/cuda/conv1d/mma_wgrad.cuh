@@ -121,8 +121,9 @@ DPA_DEVICE uint32_t row_at(const RowPlace& place, int tap, uint32_t x, int x_pit
   return inside ? x + place.byte + tap * x_pitch : zeros;
 }
 
-// A warp's MMAs of one step, in 16 bits: rows of both operands run along M and N.
-template <class T, int kSlots>
+// A warp's MMAs of one step: rows of both operands run along M and N. In full, the sum of eight rows is one of its own,
+// as in mma_convolution.cuh.
+template <class T, int kSlots, bool kInFull>
 DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* stage, int y_channel, int x_channel,
                               const MmaWgradArgs& args, int x_pitch, uint32_t zeros) {
   using Stage = WgradStage<T, kSlots>;
@@ -155,15 +156,14 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
     const int row = lane % 4, column = lane / 4;
 #pragma unroll 1
     for (int k = 0; k < Stage::kRows; k += 8) {
-      uint32_t a[2][4];
+      uint32_t a[2][4], a_rest[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[m][i] = device::load_shared_word(y + (k + row + i / 2 * 4) * Stage::kYPitch +
-                                             (y_channel + m * 16 + i % 2 * 8 + column) * 4);
-          round_operand<T>(a[m][i]);
-        }
+        for (int i = 0; i < 4; ++i)
+          split_operand(device::load_shared_word(y + (k + row + i / 2 * 4) * Stage::kYPitch +
+                                                 (y_channel + m * 16 + i % 2 * 8 + column) * 4),
+                        a[m][i], a_rest[m][i]);
       const RowPlace near = places[k + row], far = places[k + row + 4];
       int tap = 0, channel = x_channel + column;
 #pragma unroll
@@ -172,11 +172,23 @@ DPA_DEVICE void multiply_rows(float (&sums)[2][kSlots][2][4], const uint8_t* sta
                                   row_at(far, tap, x, x_pitch, args.x_length, zeros) + channel * 4};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          uint32_t b[2] = {device::load_shared_word(from[0] + n * 32), device::load_shared_word(from[1] + n * 32)};
-          round_operand<T>(b[0]), round_operand<T>(b[1]);
+          uint32_t b[2], b_rest[2];
 #pragma unroll
-          for (int m = 0; m < 2; ++m)
-            device::mma(T{}, sums[m][slot][n], {a[m][0], a[m][1], a[m][2], a[m][3]}, b[0], b[1]);
+          for (int i = 0; i < 2; ++i) split_operand(device::load_shared_word(from[i] + n * 32), b[i], b_rest[i]);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const uint4 first = {a[m][0], a[m][1], a[m][2], a[m][3]};
+            if constexpr (kInFull) {
+              float sum[4] = {};
+              device::mma(T{}, sum, {a_rest[m][0], a_rest[m][1], a_rest[m][2], a_rest[m][3]}, b[0], b[1]);
+              device::mma(T{}, sum, first, b_rest[0], b_rest[1]);
+              device::mma(T{}, sum, first, b[0], b[1]);
+#pragma unroll
+              for (int e = 0; e < 4; ++e) sums[m][slot][n][e] += sum[e];
+            } else {
+              device::mma(T{}, sums[m][slot][n], first, b[0], b[1]);
+            }
+          }
         }
         if (++tap == args.taps) tap = 0, channel += 16;
       }
@@ -229,7 +241,7 @@ DPA_DEVICE WgradTile wgrad_tile(const MmaWgradArgs& args, unsigned index) {
 }
 
 // Every thread of the block calls it.
-template <class T, int kSlots>
+template <class T, int kSlots, bool kInFull = false>
 DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
   using Stage = WgradStage<T, kSlots>;
   const int warp = device::thread() / 32, lane = device::thread() % 32;
@@ -254,7 +266,7 @@ DPA_DEVICE void wgrad_block(const MmaWgradArgs& args, const WgradTile& tile) {
     device::sync_block();
     if (step + Stage::kStages - 1 < tile.steps) loads.load(args, stages + next * stage_bytes);
     device::copy_async_commit();
-    multiply_rows<T, kSlots>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
+    multiply_rows<T, kSlots, kInFull>(sums, stages + at * stage_bytes, y_channel, x_channel, args, x_pitch, zeros);
     if (++at == Stage::kStages) at = 0;
     if (++next == Stage::kStages) next = 0;
   }

@@ -128,14 +128,14 @@ __global__ void __launch_bounds__(kConsumerThreads + Shape::kProducerThreads, Sh
 bool backward_takes_two(int64_t first, int64_t more) { return first == more && first % (has_wgmma() ? 32 : 8) == 0; }
 
 int64_t wgrad_workspace(const Conv1d& conv) {
-  if (has_wgmma() && wgmma_takes_taps(conv)) return 0;
+  if (by_wgmma(conv) && wgmma_takes_taps(conv)) return 0;
   const auto plan = plan_mma_wgrad(conv, multiprocessors());
   return plan.splits == 1 ? 0 : conv.y_channels * conv.x_channels * conv.taps * plan.splits * int64_t{sizeof(float)};
 }
 
 cudaError_t wgrad(const Conv1d& conv, const void* y, const Rows& x, void* gradient, DType gradient_dtype,
                   void* workspace, cudaStream_t stream) {
-  if (!has_wgmma() || !wgmma_takes_taps(conv))
+  if (!by_wgmma(conv) || !wgmma_takes_taps(conv))
     return mma_wgrad(conv, y, x, gradient, gradient_dtype, workspace, stream);
   if (x.more && conv.first_channels % 32 != 0) return cudaErrorInvalidValue;
   if (conv.dtype == DType::kFloat32) return wgrad_tf32(conv, y, x, gradient, stream);

@@ -89,8 +89,8 @@ MmaPlan cheapest(const Conv1d& conv, bool dgrad, int multiprocessors, int64_t gr
   for (const int rows : {128, 64})
     for (const int columns : {128, 64}) {
       const auto plan = with_tile(conv, terms, sizes, rows, columns);
-      // A stride of two has one kernel.
-      const bool takes = terms.stride == 1 || rows * columns == 64 * 64;
+      // A stride of two has one kernel, and float32 in full.
+      const bool takes = (terms.stride == 1 && !in_full(conv)) || rows * columns == 64 * 64;
       if (!takes || !plan.fits() || group > columns) continue;
       if (!best.fits() || cost(plan, multiprocessors) < cost(best, multiprocessors)) best = plan;
     }
@@ -128,9 +128,11 @@ MmaWgradPlan plan_mma_wgrad(const Conv1d& conv, int multiprocessors) {
   plan.step_x = static_cast<int>(plan.step_rows / conv.y_length * conv.x_length + plan.step_times * conv.stride);
   plan.y_tiles = ceil_div(conv.y_channels, kWgradYChannels);
   plan.x_tiles = ceil_div(conv.x_channels, plan.x_channels);
+  // In full a tile has three times the MMAs.
+  const int most = in_full(conv) ? kMaxMmaSplits * 2 : kMaxMmaSplits, bytes = in_full(conv) ? 256 : 1024;
   plan.splits = 1;
-  while (plan.splits < kMaxMmaSplits && plan.y_tiles * plan.x_tiles * plan.splits * 8 <= int64_t{multiprocessors} * 5 &&
-         plan.steps * plan.step_rows * size >= plan.splits * 1024)
+  while (plan.splits < most && plan.y_tiles * plan.x_tiles * plan.splits * 8 <= int64_t{multiprocessors} * 5 &&
+         plan.steps * plan.step_rows * size >= int64_t{plan.splits} * bytes)
     plan.splits *= 2;
   plan.box_rows = static_cast<int>(std::min<int64_t>(box, kMaxBoxRows));
   constexpr int64_t kRows = std::numeric_limits<int32_t>::max() - 64;

@@ -10,7 +10,7 @@ constexpr int kMaxTaps = 9;
 
 // The tensors x and y in (batch, time, channels) order and the weight between them; conv1d.h has the formulas.
 struct Conv1d {
-  DType dtype;  // of the tensors: float16, bfloat16, or float32, multiplied in tf32 but for `halves`
+  DType dtype;  // of the tensors: float16, bfloat16, or float32, multiplied in tf32 but for `halves` and `in_full`
   int64_t batch;
   int64_t y_length, y_channels;
   int64_t x_length, x_channels;
@@ -34,6 +34,15 @@ constexpr int weight_parts(DType dtype, int64_t elements) {
 }
 constexpr int weight_parts(const Conv1d& conv) {
   return conv.halves ? 1 : weight_parts(conv.dtype, conv.y_channels * conv.x_channels * conv.taps);
+}
+
+// Whether a convolution of float32 is multiplied to float32's accuracy, both operands in two parts, by warp-level MMAs on
+// every GPU: of small ones PyTorch multiplies most in float32 where it may take tf32.
+constexpr int64_t kMostWeightsInFull = 1 << 14, kMostInFull = 1 << 25;  // elements, multiplications
+constexpr bool in_full(const Conv1d& conv) {
+  const int64_t weights = conv.y_channels * conv.x_channels * conv.taps, rows = conv.batch * conv.y_length;
+  return conv.dtype == DType::kFloat32 && !conv.halves && weights <= kMostWeightsInFull &&
+         rows * weights <= kMostInFull;
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
