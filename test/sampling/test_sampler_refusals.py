@@ -6,7 +6,7 @@ import torch
 from test_sampler import DDPM, SHAPE, diffusers_loop, make_scheduler, make_unet
 
 import dpa
-from dpa.schedulers.conversion import StepTable
+from dpa.schedulers.tables import StepTable
 
 MASK = torch.zeros(SHAPE, dtype=torch.bool)
 

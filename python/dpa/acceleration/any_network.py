@@ -13,13 +13,12 @@ from dpa.tracking import Tracker, is_observed, stamp_of
 
 
 class AnyNetwork(Denoiser):
-    """A network that runs as it is: it is its own ``layers``, and ``network`` if it has weights."""
+    """A network that runs as it is: it is its own ``network`` if it has weights."""
 
     refused: str | None = None
-    called_alike = False
 
     def __init__(self, unet: nn.Module, options: Options):
-        self.unet = self.layers = unet
+        self.unet = unet
         self.options, self.bypass = options, Bypass()
         self._look()
 
@@ -57,6 +56,3 @@ class AnyNetwork(Denoiser):
         """Return the dtype of the loop's steps: the user's on a GPU, where they are captured."""
         chosen = self.options.dtype if self.weight.is_cuda else None
         return chosen if chosen is not None and precision == torch.float32 else precision
-
-    def packed(self, dtype: torch.dtype) -> None:
-        """Return the network on packed weights: there are none."""

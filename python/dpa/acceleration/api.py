@@ -202,7 +202,7 @@ def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> Non
     one_op = not fast.is_around_any() and not loop.changing
     whole = loop.method == "conditional_sample" and one_op
     if graphs and whole and options.mode == "loop" and method is not None:
-        replace_method(owner, method, WholeCall(owner, method, options))
+        replace_method(owner, method, WholeCall(owner, method))
 
 
 def restore(model: Any) -> Any:

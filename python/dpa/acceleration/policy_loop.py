@@ -26,6 +26,7 @@ from dpa.acceleration.loops import Loop, LoopCall, sample_itself
 from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
 from dpa.acceleration.unet_forward import FastForward
+from dpa.library.checks import first_line
 from dpa.library.holding import holding
 from dpa.nn.family import is_of_family
 from dpa.packed.agreement import LOOP_LIMITS, proves
@@ -310,7 +311,6 @@ class FastLoop(Replacement):
             parts=tensors_of,
             tells=tells,
             private=takes_generator,
-            weights=forward.basis,
         )
         attributes.update(after)
         route.timesteps = None if route.scheduler is None else route.scheduler.timesteps
@@ -407,7 +407,7 @@ class FastLoop(Replacement):
                 further = named.pop("kwargs", {})
                 call = self.loop.begin(self.policy, **named, **further)
         except RuntimeError as error:  # of shapes that an encoder refuses
-            raise ValueError(str(error).partition("\n")[0]) from None
+            raise ValueError(first_line(error)) from None
         if call is None:
             return None
         if not isinstance(call, LoopCall):

@@ -12,8 +12,9 @@ from torch import Tensor
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.packed.agreement import STEP_LIMITS, proves
 from dpa.sampling.rng import draw_normal, generator_on
-from dpa.schedulers.conversion import StepTable, from_diffusers
+from dpa.schedulers.conversion import from_diffusers
 from dpa.schedulers.probes import OF_STEPS
+from dpa.schedulers.tables import StepTable
 from dpa.tracking import Snapshot
 from dpa.tracking.replacing import Replacement, class_of
 from dpa.tracking.weights import version_of

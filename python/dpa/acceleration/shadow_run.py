@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpa.library.checks import require
+from dpa.library.checks import first_line, require
 from dpa.packed.agreement import proves, relative_error
 from dpa.tracking.weights import MODES
 
@@ -155,7 +155,6 @@ class ShadowRun:
         parts: Callable[[Any], Sequence[Tensor]] = lambda result: (result,),
         tells: Callable[[Any], bool] | None = None,
         private: bool = False,
-        weights: Callable[[], Any] | None = None,
     ) -> Any:
         """Run the original, then the replacement beside it; return the original's result.
 
@@ -168,11 +167,9 @@ class ShadowRun:
             parts: the tensors of a result that are compared.
             tells: whether agreeing with a result proves anything; each part by itself by default.
             private: whether the original can be given a generator.
-            weights: what a write of weights changes; ``basis`` by default.
 
         """
-        weights = weights or self.basis
-        stamp = weights()
+        stamp = self.basis()
         before = None if stream is None else stream.get_state()
         expected = original(None)
         after = None if stream is None else stream.get_state()
@@ -197,9 +194,9 @@ class ShadowRun:
                     if threading.active_count() == 1:
                         stream.set_state(after)
         except (RuntimeError, ValueError) as problem:
-            if weights() != stamp:
+            if self.basis() != stamp:
                 return expected
-            why = f"raised {str(problem).partition(chr(10))[0]}"
+            why = f"raised {first_line(problem)}"
             self._refuse(kind, float("inf"), why)
             return expected
         if error is None:
@@ -209,7 +206,7 @@ class ShadowRun:
                 self._refuse(kind, float("inf"), why)
             return expected
         self.undecided = 0
-        if error > limit and weights() != stamp:
+        if error > limit and self.basis() != stamp:
             return expected
         self.errors[kind] = error
         if error <= limit:

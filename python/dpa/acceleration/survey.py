@@ -118,7 +118,6 @@ class Survey:
         given: the loops that a user names; None finds those that are known.
 
     Attributes:
-        modules: (path, module), once each.
         networks: of each module that means to be a U-Net, what it was recognised as, or why not.
         encoders: of each module that means to be an image encoder, likewise.
         loops: in the order in which their owners lie in the model.
@@ -127,12 +126,12 @@ class Survey:
 
     def __init__(self, model: Any, given: tuple[Loop, ...] | None = None):
         self.model = model
-        self.modules = list(modules_of(model))
+        modules = [module for _, module in modules_of(model)]
         self.networks: dict[nn.Module, Network | str] = {}
-        for _, module in self.modules:
+        for module in modules:
             if resembles(module):
                 self.networks[module] = _recognised(module)
-        self.encoders = dict(_encoders(module for _, module in self.modules))
+        self.encoders = dict(_encoders(modules))
         owners = [] if is_scheduler(model) else list(owners_of(model))
         places = [place for path, owner in owners for place in _loops_of(path, owner)]
         # A part of a policy may have a loop that its owner's is known by.
@@ -153,13 +152,12 @@ class Survey:
     def report(self) -> Report:
         """Return the findings, in the order in which they lie in the model."""
         findings = [_scheduler_finding(self.model)] if is_scheduler(self.model) else []
-        places = list(self.loops)
         for path, owner in owners_of(self.model):
             if isinstance(owner, nn.Module) and owner in self.networks:
                 findings.append(self._unet_finding(path, owner))
             if isinstance(owner, nn.Module) and owner in self.encoders:
                 findings.append(self._encoder_finding(path, owner))
-            mine = [place for place in places if place.owner is owner]
+            mine = [place for place in self.loops if place.owner is owner]
             findings.extend(self._loop_finding(place) for place in mine)
             if mine and isinstance(owner, nn.Module):
                 findings.extend(_call_finding(path, owner))

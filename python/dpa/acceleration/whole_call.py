@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.routes import Route
-from dpa.acceleration.shadow_run import Options, ShadowRun, tensors_of
+from dpa.acceleration.shadow_run import ShadowRun, tensors_of
 from dpa.library.capture import (
     another_stream,
     can_capture,
@@ -25,11 +25,12 @@ from dpa.library.capture import (
     leaving_failed,
     no_autocast_cache,
 )
+from dpa.library.checks import first_line
 from dpa.packed.agreement import LOOP_LIMITS
 from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.packed.joint_encoders import JointEncoders
 from dpa.tracking import ModuleState, Tracker, is_observed
-from dpa.tracking.replacing import Replacement, class_of, replaced
+from dpa.tracking.replacing import Replacement, replaced
 from dpa.training.graphed_calls import replaced_forward
 
 # From observations to actions: LeRobot's DiffusionModel, diffusion_policy's policies.
@@ -55,9 +56,8 @@ class WholeCall(Replacement):
 
     """
 
-    OWNER, KEPT = "policy", ("policy", "METHOD", "options")
+    OWNER, KEPT = "policy", ("policy", "METHOD")
     policy: nn.Module
-    options: Options
 
     def forget(self) -> None:
         """Capture and compare again."""
@@ -79,29 +79,25 @@ class WholeCall(Replacement):
         last = next(reversed(self._graphs.values()), None)
         return isinstance(last, _Graph) and bool(self.shadow.passed(last))
 
-    def parts(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the policy's own method, whose loop and network are accelerated."""
-        return getattr(class_of(self.policy), self.METHOD)(self.policy, *args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Predict, with the arguments of the method that this one replaces."""
         loop = replaced(self.policy, "conditional_sample")
         call = _Call.of(args, kwargs) if isinstance(loop, FastLoop) else None
         if call is None or self.policy.training or loop.held is not None:
-            return self.parts(*args, **kwargs)
+            return self.original(*args, **kwargs)
         with self._lock:
             found = self._graphs.get(call.kind)
             if isinstance(found, Route) and loop.runs(found):
                 return self._capture(found, loop, call)
             if isinstance(found, _Refusal) and found.stands():
-                return self.parts(*args, **kwargs)
+                return self.original(*args, **kwargs)
             if isinstance(found, _Graph):
                 self._graphs.move_to_end(call.kind)
                 passed = self.shadow.passed(found)
                 if passed is None:
                     return self._compare(found, loop, call)
                 if not passed:
-                    return self.parts(*args, **kwargs)
+                    return self.original(*args, **kwargs)
                 ran, result = found.run(call.tensors)
                 if ran:
                     return result
@@ -110,7 +106,7 @@ class WholeCall(Replacement):
 
     def _warm_up(self, loop: FastLoop, call: _Call) -> Any:
         """Run part by part; where the loop ran as one op, the next such call is captured."""
-        result, route = loop.watched(lambda: self.parts(*call.args, **call.kwargs))
+        result, route = loop.watched(lambda: self.original(*call.args, **call.kwargs))
         if route is not None:
             self._graphs[call.kind] = route
             while len(self._graphs) > _KEPT:
@@ -125,10 +121,10 @@ class WholeCall(Replacement):
             graph = self._graphs[call.kind] = _Graph(self, loop, route, call)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError):  # where memory is short: try again
-                why = str(error).partition("\n")[0]
+                why = first_line(error)
                 policy = None if isinstance(error, _ChangesItself) else self.policy
                 self._graphs[call.kind] = _Refusal(f"it cannot be captured: {why}", policy)
-            return self.parts(*call.args, **call.kwargs)
+            return self.original(*call.args, **call.kwargs)
         return self._compare(graph, loop, call)
 
     def _drop(self, kind: Hashable) -> None:
@@ -141,7 +137,7 @@ class WholeCall(Replacement):
 
         def parts(own: torch.Generator | None) -> Any:
             with loop.drawing_from(own):
-                results.append(self.parts(*call.args, **call.kwargs))
+                results.append(self.original(*call.args, **call.kwargs))
             return results[-1]
 
         # The graph uses the device's own generator, so the parts use a private one.
@@ -156,7 +152,7 @@ class WholeCall(Replacement):
         if results:
             return results[-1]
         stream.set_offset(before)  # the graph's result proved nothing
-        return self.parts(*call.args, **call.kwargs)
+        return self.original(*call.args, **call.kwargs)
 
 
 class _ChangesItself(RuntimeError):
@@ -273,7 +269,7 @@ class _Graph:
             main, beside = torch.cuda.current_stream(), another_stream()
             beside.wait_stream(main)
             with JointEncoders():
-                result, route = loop.watched(lambda: whole.parts(*args, **kwargs))
+                result, route = loop.watched(lambda: whole.original(*args, **kwargs))
             # What holds packed weights that the graph reads. That these are current is compared
             # beside the call.
             packed = [*([] if route is None else [route.sampler.packed]), *encoders]

@@ -26,7 +26,8 @@ from dpa.export.images import encoder_of
 from dpa.export.policy import Exported
 from dpa.export.schedulers import left_out, make_scheduler
 from dpa.library.checks import require
-from dpa.schedulers.conversion import StepTable, from_diffusers
+from dpa.schedulers.conversion import from_diffusers
+from dpa.schedulers.tables import StepTable
 
 
 @dataclass(frozen=True)

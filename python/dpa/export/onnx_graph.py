@@ -21,7 +21,7 @@ from dpa.export.policy import NO_CLIP, Around, Exported, check_own
 from dpa.library.checks import first_line, require
 from dpa.packed.agreement import relative_error
 from dpa.reference import plain
-from dpa.schedulers.conversion import StepTable
+from dpa.schedulers.tables import StepTable
 
 # Every TensorRT of JetPack 5 and later reads it, and it has all that these graphs need.
 OPSET = 14

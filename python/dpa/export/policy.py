@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpa.library.checks import require
 from dpa.nn import ConditionalUnet1D
 from dpa.packed.unet import PackedUnet
-from dpa.schedulers.conversion import StepTable
+from dpa.schedulers.tables import StepTable
 
 _NORMALISED = ("observation", "action")
 NO_CLIP = torch.finfo(torch.float32).max

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dpa.library import building, by_torch
+from dpa.library.checks import first_line
 from dpa.library.files import checkout
 
 _loaded: Path | None = None
@@ -135,7 +136,7 @@ def load(path: Path | None = None) -> None:
         try:
             torch.ops.load_library(str(path))
         except OSError as error:  # a symbol or a shared library that this torch does not have
-            reason = str(error.__cause__ or error).partition("\n")[0]
+            reason = first_line(error.__cause__ or error)
             raise ImportError(
                 f"dpa: {path} does not load with torch {torch.__version__}, built with CUDA "
                 f"{torch.version.cuda or 'none'}: {_rebuild()} ({reason})"

@@ -64,10 +64,6 @@ class WeightTracker:
         mode: "tracked"; "checked"; or "frozen", which compares nothing, as long as the parameters
             stay where they are.
 
-    Attributes:
-        counts: whether changes in place count in a version: they do not for tensors made in
-            inference mode.
-
     """
 
     def __init__(
@@ -82,7 +78,6 @@ class WeightTracker:
         self._places: Places = [], []
         self._values: Tensor | None = None
         self._graph: Replayed | None = None
-        self.counts = bool(self._read()[1])
 
     def tensors(self) -> list[Tensor]:
         """The parameters that there are now."""
@@ -123,7 +118,6 @@ class WeightTracker:
     def remember(self) -> None:
         """Remember what the weights are now."""
         self._stamp = self._read()
-        self.counts = bool(self._stamp[1])
         if self.mode == "frozen":
             return
         # Views: they show what is written through parameter.data as well.
@@ -173,7 +167,7 @@ class WeightTracker:
         return torch.ops.dpa.values_differ(self._compared(), self._values)
 
     def start(self) -> None:
-        """Begin to compare values, on a GPU by one launch; :meth:`differed` has the answer.
+        """Begin to compare values, on a GPU by one launch; :meth:`values_changed` has the answer.
 
         The work comes after what the current stream did and before what it is given next, while the
         host goes on. Threads that share this object hold a lock from here to the answer.
