@@ -13,14 +13,9 @@ namespace dpa {
 
 namespace gemm = kernels::conv1d;
 
-/// What a GEMM's kernels use between them, undefined where that is nothing. It lives until their branch has joined; of
-/// the main stream, as long as a branch that forked before may be given memory.
-inline Tensor workspace(int64_t bytes, const Tensor& like) {
-  return bytes == 0 ? Tensor() : at::empty({bytes}, like.options().dtype(at::kByte));
-}
-
 /// fprop, or dgrad of one tensor to one, on the current stream, or on the side of a branch that has forked. Returns its
-/// workspace.
+/// workspace. That lives until the branch has joined; of the main stream, as long as a branch that forked before may be
+/// given memory.
 [[nodiscard]] inline Tensor convolve(bool dgrad, const gemm::Conv1d& conv, const gemm::Rows& in,
                                      const gemm::Weights& weights, const gemm::Addends& addends, const Tensor& out,
                                      Branches* branch = nullptr) {

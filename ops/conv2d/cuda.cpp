@@ -63,8 +63,6 @@ std::optional<ImageWgrad> image_wgrad(const Tensor& input, const Tensor& weight,
   return kernels::conv2d::takes_image_wgrad(conv) ? std::optional(conv) : std::nullopt;
 }
 
-Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
-
 /// The weight's gradient, in the weight's order, where there are kernels for it; else undefined.
 Tensor own_weight_gradient(const Tensor& grad_, const Tensor& input, const Tensor& weight, int64_t stride,
                            int64_t padding) {
@@ -76,16 +74,16 @@ Tensor own_weight_gradient(const Tensor& grad_, const Tensor& input, const Tenso
   auto made = empty_image_like(weight, is_channels_last_image(weight), input.options());
   if (few) {
     copy_strides(made, few->weight_strides);
-    const auto workspace = workspace_of(kernels::conv2d::few_channels_workspace(*few), input);
+    const auto between = workspace(kernels::conv2d::few_channels_workspace(*few), input);
     C10_CUDA_CHECK(kernels::conv2d::few_channels_wgrad(*few, input.const_data_ptr(), grad.const_data_ptr(),
-                                                       workspace.mutable_data_ptr(), made.mutable_data_ptr(), stream));
+                                                       between.mutable_data_ptr(), made.mutable_data_ptr(), stream));
   } else {
     int64_t strides[4];
     copy_strides(made, strides);
     const auto x = aligned(image_in_order(input, true));
-    const auto workspace = workspace_of(kernels::conv2d::image_wgrad_workspace(*images), input);
+    const auto between = workspace(kernels::conv2d::image_wgrad_workspace(*images), input);
     C10_CUDA_CHECK(kernels::conv2d::image_wgrad(*images, x.const_data_ptr<float>(), grad.const_data_ptr<float>(),
-                                                static_cast<float*>(workspace.mutable_data_ptr()),
+                                                static_cast<float*>(between.mutable_data_ptr()),
                                                 made.mutable_data_ptr<float>(), strides, stream));
   }
   return made.to(weight.scalar_type());

@@ -457,6 +457,27 @@ class ConvolutionProofs(OpProofs):
     On a GPU they add gradients up in any order, unless cuDNN is to keep to one.
     """
 
+    @staticmethod
+    def rejected_images(head, x, w, sized):
+        """What is refused of (2, 3, 5, 6) images and (8, 3, 3, 3) weights.
+
+        ``sized(stride, padding)`` is the call with these.
+        """
+        wrong = torch.cat([w[:, :1], w[:, :1]], 1)
+        shape = r"weight must have shape \(C_out, C_in, kh, kw\) with C_in = 3, got \[8, 2, 3, 3\]"
+        yield head + r"input must have 4 dimensions", Sample((x[0], w))
+        yield head + r"input must be float64, float32.*got Byte", Sample((x.byte(), w))
+        yield head + shape, Sample((x, wrong))
+        yield head + r"weight must have at least one tap each way", Sample((x, w[..., :0]))
+        yield head + r"weight must have the dtype of input", Sample((x, w.half()))
+        yield head + r"stride must be at least 1, got 0", sized(0, 0)
+        yield head + r"padding must be at least 0, got -1", sized(1, -1)
+        for padding in (2**62, 2**58, 2**29):
+            yield head + r"padding must give images whose bytes", sized(1, padding)
+        yield head + r"input must be large enough", Sample((x[:, :, :2], w))
+        if x.is_cuda:
+            yield head + r"weight must be on the device", Sample((x, w.cpu()))
+
     def test_gradcheck(self, device):
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):
             super().test_gradcheck(device)

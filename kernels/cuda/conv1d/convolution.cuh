@@ -67,14 +67,18 @@ struct ConvArgs {
   int taps;  // planes of weights, before as many of their low halves or second parts
 };
 
-// Operands that are pairs of float16 numbers: what the MMAs take, and of what type results are.
+// Operands that are pairs of float16 numbers, or float32 in full (`in_full`): what the MMAs take, and of what type results
+// are.
 struct TwoHalves {};
+struct InFull {};
 template <class T>
 constexpr bool kHalves = std::is_same_v<T, TwoHalves>;
 template <class T>
-using Operand = std::conditional_t<kHalves<T>, __half, T>;
+constexpr bool kInFull = std::is_same_v<T, InFull>;
 template <class T>
-using Result = std::conditional_t<kHalves<T>, float, T>;
+using Result = std::conditional_t<kHalves<T> || kInFull<T>, float, T>;
+template <class T>
+using Operand = std::conditional_t<kHalves<T>, __half, Result<T>>;
 
 constexpr int kRowBytes = 128;  // of an operand's row in a stage, swizzled over 8 rows: what a step contracts of it
 template <class T>

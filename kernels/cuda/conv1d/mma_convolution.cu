@@ -34,15 +34,6 @@ __device__ __forceinline__ void normalise_tile(const ConvArgs& to, const TileCoo
   }
 }
 
-// Float32 in full (in_full).
-struct InFull {};
-template <class T>
-constexpr bool kInFull = std::is_same_v<T, InFull>;
-template <class T>
-using Element = std::conditional_t<kInFull<T>, float, Operand<T>>;
-template <class T>
-using Output = std::conditional_t<kInFull<T>, float, Result<T>>;
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool kByWgmma = true;
 #else
@@ -57,15 +48,15 @@ __device__ __forceinline__ void run_block(const MmaArgs& args, const ConvArgs& t
     add_partials<Shape>(args, blockIdx.x);
   } else {
     const unsigned splits = args.plan.splits;
-    sum_tile<Element<T>, Shape, kMajorN, kStride, kHalves<T>, kInFull<T>>(
+    sum_tile<Operand<T>, Shape, kMajorN, kStride, kHalves<T>, kInFull<T>>(
         args, mma_tile<Shape>(args.plan.conv, blockIdx.x / splits), static_cast<int>(blockIdx.x % splits));
     if (args.partials) return store_partials<Shape>(args, blockIdx.x);
   }
   const TileCoord coord(to.plan, Shape::kColumns, blockIdx.x);
   const SharedSums<Shape::kColumns> sums(to, coord, ptx::shared_address(tile_of_sums()), /*others=*/0);
   if constexpr (!kMajorN && kStride == 1 && !kHalves<T>)
-    if (to.normalisation.out) return normalise_tile<Output<T>, Shape>(to, coord, sums);
-  store_rows<Output<T>, Shape::kColumns>(to, destination(to), coord, sums);
+    if (to.normalisation.out) return normalise_tile<Result<T>, Shape>(to, coord, sums);
+  store_rows<Result<T>, Shape::kColumns>(to, destination(to), coord, sums);
 }
 
 template <class T, class Shape, bool kMajorN, int kStride>
@@ -152,7 +143,7 @@ cudaError_t mma_dgrad(const Conv1d& conv, const void* y, const void* weights, co
   return dispatch_operands(conv, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_shape<T>(plan.conv, [&](auto shape) {
-      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(Element<T>) == 2>(args, to, stream);
+      return launch_mma<T, decltype(shape), /*kMajorN=*/sizeof(Operand<T>) == 2>(args, to, stream);
     });
   });
 }

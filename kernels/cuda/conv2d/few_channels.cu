@@ -148,9 +148,7 @@ cudaError_t few_channels_fprop(const FewChannels& conv, const void* image, const
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int tiles = static_cast<int>(Tile::count(conv));
-    const unsigned columns = static_cast<unsigned>((conv.out_channels + kFewColumns - 1) / kFewColumns);
-    const dim3 blocks(static_cast<unsigned>(tiles < multiprocessors() ? tiles : multiprocessors()), columns);
-    return LaunchConfig(blocks, kFewThreads + kFewLoaders, stream, shared_bytes(conv))
+    return LaunchConfig(few_blocks<Tile>(conv), kFewThreads + kFewLoaders, stream, shared_bytes(conv))
         .launch(fprop<T>, conv, tiles, static_cast<const T*>(image), static_cast<const T*>(weight),
                 static_cast<T*>(out));
   });

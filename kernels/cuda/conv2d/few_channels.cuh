@@ -32,6 +32,13 @@ struct FewTile {
   }
 };
 
+/// Blocks that take tiles in turn, by those that have 64 channels each.
+template <class Tile>
+dim3 few_blocks(const FewChannels& conv) {
+  const int64_t tiles = Tile::count(conv), columns = (conv.out_channels + kFewColumns - 1) / kFewColumns;
+  return {static_cast<unsigned>(tiles < multiprocessors() ? tiles : multiprocessors()), static_cast<unsigned>(columns)};
+}
+
 /// The part of an image under a tile, a plane for each channel.
 template <int kHigh, int kWide>
 struct FewImage {

@@ -218,38 +218,31 @@ __global__ void __launch_bounds__(kFewThreads)
   gradient[channel * strides[0] + c * strides[1] + r * strides[2] + tap * strides[3]] = narrow<T>(sum);
 }
 
-int blocks_of(const FewChannels& conv) {
-  const int64_t tiles = Tile::count(conv);
-  return static_cast<int>(tiles < multiprocessors() ? tiles : multiprocessors());
-}
-unsigned columns_of(const FewChannels& conv) {
-  return static_cast<unsigned>((conv.out_channels + kFewColumns - 1) / kFewColumns);
-}
-
 }  // namespace
 
 int64_t few_channels_workspace(const FewChannels& conv) {
-  return int64_t{blocks_of(conv)} * columns_of(conv) * conv.channels * conv.taps * kFewTaps * kFewColumns * 4;
+  const dim3 blocks = few_blocks<Tile>(conv);
+  return int64_t{blocks.x} * blocks.y * conv.channels * conv.taps * kFewTaps * kFewColumns * 4;
 }
 
 cudaError_t few_channels_wgrad(const FewChannels& conv, const void* image, const void* grad, void* workspace,
                                void* grad_weight, cudaStream_t stream) {
-  const int steps = static_cast<int>(conv.channels) * conv.taps, blocks = blocks_of(conv);
+  const int steps = static_cast<int>(conv.channels) * conv.taps;
+  const dim3 blocks = few_blocks<Tile>(conv);
   return dispatch_to_32_bits(conv.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch_tiles = [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
       const int sums = kTiles * kGroups * kRowWords * 4, loads = Buffers<T>(Image(conv)).bytes;
-      return LaunchConfig(dim3(static_cast<unsigned>(blocks), columns_of(conv)), kFewThreads + kFewLoaders, stream,
-                          loads > sums ? loads : sums)
+      return LaunchConfig(blocks, kFewThreads + kFewLoaders, stream, loads > sums ? loads : sums)
           .launch(wgrad<T, kTiles>, conv, static_cast<int>(Tile::count(conv)), static_cast<const T*>(image),
                   static_cast<const T*>(grad), static_cast<float*>(workspace));
     };
     const auto error = steps <= 3 * 2 * kGroups ? launch_tiles(std::integral_constant<int, 3>{})
                                                 : launch_tiles(std::integral_constant<int, 4>{});
     if (error) return error;
-    return launch_dependent(add_blocks<T>, dim3(static_cast<unsigned>(steps * conv.taps), columns_of(conv)),
-                            kFewThreads, stream, conv, blocks, static_cast<const float*>(workspace),
+    return launch_dependent(add_blocks<T>, dim3(static_cast<unsigned>(steps * conv.taps), blocks.y), kFewThreads,
+                            stream, conv, static_cast<int>(blocks.x), static_cast<const float*>(workspace),
                             static_cast<T*>(grad_weight));
   });
 }

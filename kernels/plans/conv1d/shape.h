@@ -39,6 +39,7 @@ constexpr int weight_parts(const Conv1d& conv) {
 // Whether a convolution of float32 is multiplied to float32's accuracy, both operands in two parts, by warp-level MMAs on
 // every GPU: of small ones PyTorch multiplies most in float32 where it may take tf32.
 constexpr int64_t kMostWeightsInFull = 1 << 14, kMostInFull = 1 << 25;  // elements, multiplications
+static_assert(kMostWeightsInFull <= kMostInTwoParts, "the weights come in two parts");
 constexpr bool in_full(const Conv1d& conv) {
   const int64_t weights = conv.y_channels * conv.x_channels * conv.taps, rows = conv.batch * conv.y_length;
   return conv.dtype == DType::kFloat32 && !conv.halves && weights <= kMostWeightsInFull &&

@@ -206,9 +206,9 @@ def _differ(grads: list[Tensor]) -> bool:
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    narrow = [g for g in grads if torch.promote_types(g.dtype, torch.float32) != g.dtype]
+    narrow = [g for g in grads if g.dtype in (torch.float16, torch.bfloat16)]
     if narrow:  # 16 bits would not hold the norm of scaled gradients
-        wide = [g for g in grads if torch.promote_types(g.dtype, torch.float32) == g.dtype]
+        wide = [g for g in grads if g.dtype not in (torch.float16, torch.bfloat16)]
         grads = [*wide, *torch._foreach_norm(narrow, 2.0, dtype=torch.float32)]
     norm = torch.nn.utils.get_total_norm(grads)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors: all ranks'
