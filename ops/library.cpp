@@ -182,11 +182,12 @@ TORCH_LIBRARY(dpa, m) {
       "bool[4] output_mask, bool mish=False) -> (Tensor, Tensor, Tensor, Tensor)",
       functional);
 
-  // Inference for many samples; see ops/unet1d_batch/unet1d_batch.h. The out variant packs into the memory of before,
+  // Inference for many samples; see ops/unet1d_batch/unet1d_batch.h. `local`, (B, T, down_dims[0]), is added to the first
+  // block's output. The out variant packs into the memory of before,
   // with `seen` the weights alone of which some elements differ from what the last such call saw.
   m.def(
       "unet1d_batch(Tensor sample, Tensor timesteps, Tensor? global_cond, Tensor[] parameters, Tensor packed, "
-      "int[] config) -> Tensor",
+      "int[] config, Tensor? local=None) -> Tensor",
       functional);
   // The two halves of unet1d_batch for a loop: FiLM's parameters as parts of the timesteps, (S, R), and of the samples,
   // (B, R), or (0, R) without global_cond; and the network on a row of the first and all of the second, in
@@ -196,8 +197,8 @@ TORCH_LIBRARY(dpa, m) {
       "-> (Tensor steps, Tensor conds)",
       functional);
   m.def(
-      "unet1d_batch_on_film(Tensor sample, Tensor step, Tensor cond, Tensor[] parameters, Tensor packed, int[] config) "
-      "-> Tensor",
+      "unet1d_batch_on_film(Tensor sample, Tensor step, Tensor cond, Tensor[] parameters, Tensor packed, int[] config, "
+      "Tensor? local=None) -> Tensor",
       functional);
   m.def("unet1d_batch_pack(Tensor[] parameters, int[] config, ScalarType dtype) -> Tensor", functional);
   m.def(

@@ -174,6 +174,18 @@ void check_sample(const char* op, const BatchPlan& plan, const Tensor& sample, c
             c10::str("sample must have a horizon that is a positive multiple of ", multiple), sample.sym_size(1));
 }
 
+void check_local(const char* op, const BatchPlan& plan, const OptionalTensor& local, const Tensor& sample,
+                 const Tensor& packed) {
+  if (!local.has_value()) return;
+  const int64_t channels = plan.shapes[plan.blocks[0].parameters[0]][0];
+  check_same_device(op, "local", *local, "sample", sample);
+  const auto type = local->scalar_type();
+  DPA_CHECK(type == at::kFloat || type == packed.scalar_type(), op, "local must be float32 or of packed's dtype", type);
+  DPA_CHECK(local->dim() == 3 && local->sym_size(0) == sample.sym_size(0) && local->sym_size(1) == sample.sym_size(1) &&
+                local->sym_size(2) == channels,
+            op, c10::str("local must have shape (B, T, ", channels, ")"), local->sym_sizes());
+}
+
 void check_conditions(const char* op, const BatchPlan& plan, const Tensor& timesteps, const OptionalTensor& global_cond,
                       const Tensor& packed) {
   check_same_device(op, "timesteps", timesteps, "packed", packed);
@@ -193,10 +205,12 @@ void check_conditions(const char* op, const BatchPlan& plan, const Tensor& times
 }  // namespace
 
 void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tensor& timesteps,
-                        const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed) {
+                        const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed,
+                        const OptionalTensor& local) {
   constexpr const char* op = "unet1d_batch";
   check_weights(op, plan, parameters, packed);
   check_sample(op, plan, sample, packed);
+  check_local(op, plan, local, sample, packed);
   DPA_CHECK(timesteps.dim() == 1 && (timesteps.sym_size(0) == 1 || timesteps.sym_size(0) == sample.sym_size(0)), op,
             "timesteps must have shape (1) or (B)", timesteps.sym_sizes());
   check_conditions(op, plan, timesteps, global_cond, packed);
@@ -213,10 +227,11 @@ void check_unet1d_batch_film(const BatchPlan& plan, const Tensor& timesteps, con
 }
 
 void check_unet1d_batch_on_film(const BatchPlan& plan, const Tensor& sample, const Tensor& step, const Tensor& cond,
-                                at::TensorList parameters, const Tensor& packed) {
+                                at::TensorList parameters, const Tensor& packed, const OptionalTensor& local) {
   constexpr const char* op = "unet1d_batch_on_film";
   check_weights(op, plan, parameters, packed);
   check_sample(op, plan, sample, packed);
+  check_local(op, plan, local, sample, packed);
   check_same_type(op, "step", step, "packed", packed);
   check_same_device(op, "step", step, "packed", packed);
   DPA_CHECK(step.dim() == 1 && step.sym_size(0) == plan.film_rows, op,

@@ -14,7 +14,8 @@ constexpr int kFinalGroups = 8;  // of the last Conv1dBlock, whatever num_groups
 
 class Forward : Layers {
  public:
-  using Layers::Layers;
+  Forward(const BatchPlan& plan, at::TensorList parameters, const Tensor& packed, const OptionalTensor& local = {})
+      : Layers(plan, parameters, packed), local_(value_or_undefined(local)) {}
 
   Tensor run(const Tensor& sample, const Tensor& timesteps, const Tensor& global_cond) {
     batch_ = sample.size(0), length_ = sample.size(1);
@@ -46,7 +47,9 @@ class Forward : Layers {
     std::vector<Activation> skips;
     const size_t levels = plan_.levels;
     for (size_t i = 0; i < levels; ++i) {
-      x = block(block(x));
+      x = block(x);
+      if (i == 0 && local_.defined()) x = {x.values.add_(local_.transpose(1, 2)), {}};
+      x = block(x);
       skips.push_back(x);
       if (i + 1 < levels) x = resample(x, plan_.down[i], /*up=*/false);
     }
@@ -188,7 +191,7 @@ class Forward : Layers {
 
   int64_t length_ = 0;
   size_t next_block_ = 0;
-  Tensor embedding_, film_;
+  Tensor embedding_, film_, local_;
 };
 
 Tensor unet1d_batch_pack_cuda(at::TensorList parameters, at::IntArrayRef config, at::ScalarType dtype) {
@@ -224,14 +227,15 @@ void check_gpu(const char* op, const char* name, const Tensor& given) {
 }
 
 Tensor unet1d_batch_cuda(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
-                         at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
+                         at::TensorList parameters, const Tensor& packed, at::IntArrayRef config,
+                         const OptionalTensor& local) {
   const auto plan = unet1d_batch_plan("unet1d_batch", config);
-  check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed);
+  check_unet1d_batch(*plan, sample, timesteps, global_cond, parameters, packed, local);
   const c10::cuda::CUDAGuard guard(sample.device());
   check_gpu("unet1d_batch", "sample", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options());
   const Kept kept(parameters, packed);
-  return Forward(*plan, kept.parameters, kept.packed).run(sample, timesteps, value_or_undefined(global_cond));
+  return Forward(*plan, kept.parameters, kept.packed, local).run(sample, timesteps, value_or_undefined(global_cond));
 }
 
 std::tuple<Tensor, Tensor> unet1d_batch_film_cuda(const Tensor& timesteps, const OptionalTensor& global_cond,
@@ -251,15 +255,17 @@ std::tuple<Tensor, Tensor> unet1d_batch_film_cuda(const Tensor& timesteps, const
 }
 
 Tensor unet1d_batch_on_film_cuda(const Tensor& sample, const Tensor& step, const Tensor& cond,
-                                 at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
+                                 at::TensorList parameters, const Tensor& packed, at::IntArrayRef config,
+                                 const OptionalTensor& local) {
   const auto plan = unet1d_batch_plan("unet1d_batch_on_film", config);
-  check_unet1d_batch_on_film(*plan, sample, step, cond, parameters, packed);
+  check_unet1d_batch_on_film(*plan, sample, step, cond, parameters, packed, local);
   const c10::cuda::CUDAGuard guard(sample.device());
   check_gpu("unet1d_batch_on_film", "sample", sample);
   if (sample.numel() == 0) return at::empty(sample.sizes(), packed.options().dtype(at::kFloat));
   const Kept kept(parameters, packed);
   const auto of_samples = plan->cond_dim > 0 ? aligned(cond.contiguous()) : Tensor();
-  return Forward(*plan, kept.parameters, kept.packed).run_on_film(sample, aligned(step.contiguous()), of_samples);
+  return Forward(*plan, kept.parameters, kept.packed, local)
+      .run_on_film(sample, aligned(step.contiguous()), of_samples);
 }
 
 }  // namespace

@@ -18,8 +18,10 @@ void unet1d_batch_pack_out_meta(at::TensorList parameters, at::IntArrayRef confi
 }
 
 Tensor unet1d_batch_meta(const Tensor& sample, const Tensor& timesteps, const OptionalTensor& global_cond,
-                         at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
-  check_unet1d_batch(*unet1d_batch_plan("unet1d_batch", config), sample, timesteps, global_cond, parameters, packed);
+                         at::TensorList parameters, const Tensor& packed, at::IntArrayRef config,
+                         const OptionalTensor& local) {
+  check_unet1d_batch(*unet1d_batch_plan("unet1d_batch", config), sample, timesteps, global_cond, parameters, packed,
+                     local);
   return at::empty_symint(sample.sym_sizes(), packed.options());
 }
 
@@ -35,9 +37,10 @@ std::tuple<Tensor, Tensor> unet1d_batch_film_meta(const Tensor& timesteps, const
 }
 
 Tensor unet1d_batch_on_film_meta(const Tensor& sample, const Tensor& step, const Tensor& cond,
-                                 at::TensorList parameters, const Tensor& packed, at::IntArrayRef config) {
-  check_unet1d_batch_on_film(*unet1d_batch_plan("unet1d_batch_on_film", config), sample, step, cond, parameters,
-                             packed);
+                                 at::TensorList parameters, const Tensor& packed, at::IntArrayRef config,
+                                 const OptionalTensor& local) {
+  check_unet1d_batch_on_film(*unet1d_batch_plan("unet1d_batch_on_film", config), sample, step, cond, parameters, packed,
+                             local);
   return at::empty_symint(sample.sym_sizes(), packed.options().dtype(at::kFloat));
 }
 

@@ -56,11 +56,12 @@ std::shared_ptr<const BatchPlan> unet1d_batch_plan(const char* op, at::IntArrayR
 void check_unet1d_batch_parameters(const char* op, const BatchPlan& plan, at::TensorList parameters,
                                    at::ScalarType dtype);
 void check_unet1d_batch(const BatchPlan& plan, const Tensor& sample, const Tensor& timesteps,
-                        const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed);
+                        const OptionalTensor& global_cond, at::TensorList parameters, const Tensor& packed,
+                        const OptionalTensor& local);
 void check_unet1d_batch_film(const BatchPlan& plan, const Tensor& timesteps, const OptionalTensor& global_cond,
                              at::TensorList parameters, const Tensor& packed);
 void check_unet1d_batch_on_film(const BatchPlan& plan, const Tensor& sample, const Tensor& step, const Tensor& cond,
-                                at::TensorList parameters, const Tensor& packed);
+                                at::TensorList parameters, const Tensor& packed, const OptionalTensor& local);
 /// `seen`: what the last change detection found, see unet1d_batch_pack.out. Of weights of 16 bits alone.
 void check_unet1d_batch_pack_out(const BatchPlan& plan, at::TensorList parameters, at::ScalarType dtype,
                                  const OptionalTensor& seen, const Tensor& out);

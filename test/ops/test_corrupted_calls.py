@@ -55,10 +55,11 @@ def _samples(device):
     batch = torch.ops.dpa.unet1d_batch_pack([w.to("meta") for w in weights], CONFIG, batch_dtype)
     kept = torch.randn(batch.shape, device=device).mul_(0.1).to(batch_dtype)
     yield "unet1d_batch_pack", Sample((weights, CONFIG, batch_dtype))
-    yield "unet1d_batch", Sample((sample, new(2), cond, weights, kept, CONFIG))
+    yield "unet1d_batch", Sample((sample, new(2), cond, weights, kept, CONFIG, new(2, 4, 16)))
     yield "unet1d_batch_film", Sample((new(3), cond, weights, kept, CONFIG))
     rows = torch.zeros(2, film.shape[1], dtype=batch_dtype, device=device)
-    yield "unet1d_batch_on_film", Sample((sample, rows[0], rows, weights, kept, CONFIG))
+    on_film = (sample, rows[0], rows, weights, kept, CONFIG, new(2, 4, 16))
+    yield "unet1d_batch_on_film", Sample(on_film)
     layer, row = [3, 0, 0, -1, 8, 3, 1, 1, 0, 0, 1, 0], new(8)
     parameters = [new(8, 3, 3, 3), row, row + 1]
     yield "image_encoder_pack", Sample((parameters, layer, F32))

@@ -33,6 +33,8 @@ def test_shapes_without_a_gpu(dtype):
     new = lambda *size: torch.empty(size, device="meta")  # noqa: E731
     out = torch.ops.dpa.unet1d_batch(new(3, 8, 2), new(3), new(3, 20), parameters, packed, CONFIG)
     assert out.shape == (3, 8, 2) and out.dtype == dtype
+    given = new(3, 8, 2), new(3), new(3, 20), parameters, packed, CONFIG
+    assert torch.ops.dpa.unet1d_batch(*given, new(3, 8, CONFIG[6])).shape == (3, 8, 2)
     film, conds = torch.ops.dpa.unet1d_batch_film(new(5), new(3, 20), parameters, packed, CONFIG)
     assert len(film) == 5 and len(conds) == 3 and film.dtype == dtype
     on_film = torch.ops.dpa.unet1d_batch_on_film
@@ -51,6 +53,7 @@ def test_shapes_without_a_gpu(dtype):
         ({"sample": (3, 7, 2)}, "sample must have a horizon that is a positive multiple of 2"),
         ({"timesteps": (2,)}, r"timesteps must have shape \(1\) or \(B\), got \[2\]"),
         ({"global_cond": (3, 4)}, r"global_cond must have shape \(B, 20\), got \[3, 4\]"),
+        ({"local": (3, 8, 4)}, r"local must have shape \(B, T, \d+\), got \[3, 8, 4\]"),
         ({"packed": (7,)}, r"packed must be the \d+ elements that unet1d_batch_pack makes"),
     ],
     ids=str,
@@ -74,6 +77,7 @@ def test_rejected(change, message):
             parameters,
             args["packed"],
             CONFIG,
+            args.get("local"),
         )
 
 
@@ -141,7 +145,8 @@ def _drawn_network(data, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("actions", [3, 20, 40])
 @pytest.mark.parametrize("cond_dim", [None, 20])
-def test_halves_of_a_loop(hopper, dtype, actions, cond_dim):
+@pytest.mark.parametrize("with_local", [False, True])
+def test_halves_of_a_loop(hopper, dtype, actions, cond_dim, with_local):
     """FiLM of all timesteps and samples, then the network on it, against float64."""
     torch.manual_seed(5)
     net = ConditionalUnet1D(
@@ -162,9 +167,14 @@ def test_halves_of_a_loop(hopper, dtype, actions, cond_dim):
     steps = torch.tensor([3.0, 70.0], device=hopper)
     film, conds = torch.ops.dpa.unet1d_batch_film(steps, cond, *weights)
     exact = dpa.reference.plain(net).double()
+    local = torch.randn(40, 12, 64, device=hopper) if with_local else None
+    if with_local:
+        more = local.double().transpose(1, 2)
+        exact.down_modules[0][0].register_forward_hook(lambda *call: call[2] + more)
     for step, row in zip(steps, film, strict=True):
-        got = torch.ops.dpa.unet1d_batch_on_film(sample, row, conds, *weights)
-        assert torch.equal(got, torch.ops.dpa.unet1d_batch_on_film(sample, row, conds, *weights))
+        got = torch.ops.dpa.unet1d_batch_on_film(sample, row, conds, *weights, local)
+        again = torch.ops.dpa.unet1d_batch_on_film(sample, row, conds, *weights, local)
+        assert torch.equal(got, again)
         with torch.no_grad():
             expected = exact(
                 sample.double(), step, global_cond=None if cond is None else cond.double()

@@ -448,16 +448,39 @@ def test_loops_with_local_conditions(
             assert error(sample(fast, local_cond=local), want) < limit
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_layers_with_local_conditions(hopper, dtype):
+    """So many samples run layer by layer, beside the module's rounding of the same type."""
+    unet = _local_unet(hopper, (192, 288), 7, kernel=5)
+    local, noise = (torch.randn(256, 32, n, device=hopper) for n in (5, 3))
+    cond, scheduler = torch.randn(256, 7, device=hopper), diffusers.DDIMScheduler(50)
+
+    def loop(network, dtype=None, **options):
+        sampler = dpa.DiffusionSampler(network, scheduler, 3, dtype, horizon=32, **options)
+        data = [x.double() if options.get("fused") is False else x for x in (cond, local, noise)]
+        result = lambda: sampler(data[0], local_cond=data[1], noise=data[2]).double()  # noqa: E731
+        return sampler, [result() for _ in range(3)]
+
+    sampler, found = loop(unet, dtype)
+    assert sampler.packed.in_layers(noise) is not None
+    exact = loop(copy.deepcopy(unet).double(), fused=False)[1][0]
+    # The weights' own rounding is as large as e4m3's, and scales keep it below 2^-4 of each.
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float8_e4m3fn: 1e-1}[dtype]
+    for each in found:
+        assert error(each, exact) < limit
+    assert torch.equal(found[1], found[2])
+
+
 def test_local_conditions_of_many_steps_are_encoded_in_parts(device, monkeypatch):
     unet = _local_unet(device, (32, 64), 7)
-    encoder = LocalEncoder(unet, 32, groups=8)
+    encoder = LocalEncoder(unet, torch.float32)
     timesteps = torch.arange(7.0, device=device)
     cond, local = torch.randn(2, 7, device=device), torch.randn(2, 8, 5, device=device)
     want = encoder.at_each(timesteps, cond, local)
     assert want.shape == (7, 2, 8, 32)
     monkeypatch.setattr("dpa.packed.local_cond._AT_ONCE", 40)
     torch.testing.assert_close(encoder.at_each(timesteps, cond, local), want)
-    filled = LocalEncoder(unet, 64, groups=8).at_each(timesteps, cond, local).unflatten(3, (8, -1))
+    filled = LocalEncoder.filled_up(want, 64, groups=8).unflatten(3, (8, -1))
     torch.testing.assert_close(filled[..., :4].flatten(3), want)
     assert not filled[..., 4:].any()
     for step, rows in enumerate(want):

@@ -15,6 +15,7 @@ from dpa.packed.unet import PackedUnet
 STEP_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # The same of a whole loop, whose steps add theirs up.
 LOOP_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_VALUES = 32  # of a group of a norm, at least, where a network and what replaces it are compared
 
 
 def limit(
@@ -41,13 +42,21 @@ def proves(expected: Tensor) -> bool:
 
 
 def example(network: Network, like: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return random sample, timesteps and conditions of two calls at once, of a tensor's kind."""
+    """Return random sample, timesteps and conditions of two calls at once, of a tensor's kind.
+
+    At a horizon at which a norm's groups have values enough: two may be near to each other, and a
+    norm turns what little they differ by, rounding included, into a value of its own size.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(2, *shape, generator=generator, device="cpu").to(like)
 
-    arguments, horizon = network.arguments, 2 ** len(network.arguments["down_dims"])
+    arguments = network.arguments
+    widths = [dim // arguments["n_groups"] for dim in arguments["down_dims"]]
+    horizon = 2 ** len(widths)
+    while min(width * (horizon >> i) for i, width in enumerate(widths)) < _VALUES:
+        horizon *= 2
     sample = random(horizon, arguments["input_dim"])
     conditions = {}
     if arguments["global_cond_dim"]:

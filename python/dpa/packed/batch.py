@@ -60,22 +60,34 @@ class BatchWeights:
         pack = torch.ops.dpa.unet1d_batch_pack.out
         pack(self._given, self._config, self._kind, out=self.packed)
 
-    def forward(self, sample: Tensor, timesteps: Tensor, global_cond: Tensor | None) -> Tensor:
-        """One forward pass: (B, T, Da) to (B, T, Da), float32; a timestep each, or one."""
+    def forward(
+        self,
+        sample: Tensor,
+        timesteps: Tensor,
+        global_cond: Tensor | None,
+        local: Tensor | None,
+    ) -> Tensor:
+        """One forward pass: (B, T, Da) to (B, T, Da), float32; a timestep each, or one.
+
+        ``local``, (B, T, C), is added to what the first block makes.
+        """
         if timesteps.stride(0) == 0:
             timesteps = timesteps[:1]
-        return torch.ops.dpa.unet1d_batch(sample, timesteps, global_cond, *self._weights).float()
+        given = sample, timesteps, global_cond, *self._weights, local
+        return torch.ops.dpa.unet1d_batch(*given).float()
 
     def film(self, timesteps: Tensor, global_cond: Tensor | None) -> tuple[Tensor, Tensor]:
         """FiLM's parameters of a loop, for ``on_film``: of the timesteps, and of the samples."""
         return torch.ops.dpa.unet1d_batch_film(timesteps, global_cond, *self._weights)
 
-    def on_film(self, sample: Tensor, step: Tensor, conds: Tensor) -> Tensor:
+    def on_film(
+        self, sample: Tensor, step: Tensor, conds: Tensor, local: Tensor | None = None
+    ) -> Tensor:
         """One forward pass on a row of a timestep and the rows of the samples, whose sum counts.
 
         So they may change places: the one row of an observation and the rows of timesteps.
         """
-        return torch.ops.dpa.unet1d_batch_on_film(sample, step, conds, *self._weights)
+        return torch.ops.dpa.unet1d_batch_on_film(sample, step, conds, *self._weights, local)
 
     @property
     def _weights(self) -> tuple[list[Tensor], Tensor, list[int]]:

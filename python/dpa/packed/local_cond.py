@@ -17,32 +17,29 @@ class LocalEncoder:
 
     Args:
         layers: the network, of dpa's layers on its own parameters.
-        channels: of the first level as they are packed: each of its groups filled up.
-        groups: of its norms.
+        dtype: what a GPU computes in, where that has 16 bits.
 
     """
 
-    def __init__(self, layers: ConditionalUnet1D, channels: int, groups: int):
-        self._layers, self._channels, self._groups = layers, channels, groups
+    def __init__(self, layers: ConditionalUnet1D, dtype: torch.dtype):
+        self._layers, self._dtype = layers, dtype
 
     def at(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
-        """Encode (B, T, Dl) at a timestep each, (B,): (B, T, C), float32, of C channels."""
+        """Encode (B, T, Dl) at a timestep each, (B,): (B, T, C)."""
         layers = self._layers
         self._check(global_cond, local_cond)
         given = local_cond.to(next(layers.parameters()).dtype)
-        cond = layers.embed(given, timesteps)
-        if global_cond is not None:
-            cond = torch.cat([cond, global_cond.to(given.dtype)], dim=-1)
-        with torch.no_grad():
-            made = layers.local_cond_encoder[0](given.transpose(1, 2), cond)
-        rows = made.transpose(1, 2).float()
-        more = (self._channels - rows.shape[2]) // self._groups
-        if more:
-            rows = functional.pad(rows.unflatten(2, (self._groups, -1)), (0, more)).flatten(2)
-        return rows.contiguous()
+        halves = given.is_cuda and self._dtype.itemsize == 2
+        # A capture keeps no casts of parameters: each replay reads them as they are.
+        autocast = torch.autocast("cuda", self._dtype if halves else None, halves, False)
+        with torch.no_grad(), autocast:
+            cond = layers.embed(given, timesteps)
+            if global_cond is not None:
+                cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
+            return layers.local_cond_encoder[0](given.transpose(1, 2), cond).transpose(1, 2)
 
     def at_each(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
-        """Encode (B, T, Dl) at each of S timesteps, (S,): (S, B, T, C), float32."""
+        """Encode (B, T, Dl) at each of S timesteps, (S,): (S, B, T, C)."""
         self._check(global_cond, local_cond)
         samples, made = len(local_cond), []
         # As many steps at once as fill a GPU; what lies between the block's layers is as large.
@@ -54,6 +51,14 @@ class LocalEncoder:
             rows = self.at(steps.repeat_interleave(samples), cond, local)
             made.append(rows.unflatten(0, (count, samples)))
         return torch.cat(made)
+
+    @staticmethod
+    def filled_up(rows: Tensor, channels: int, groups: int) -> Tensor:
+        """Return rows in float32, of the first level's channels as packed: groups filled up."""
+        more = (channels - rows.shape[-1]) // groups
+        if more:
+            rows = functional.pad(rows.unflatten(-1, (groups, -1)), (0, more)).flatten(-2)
+        return rows.float().contiguous()
 
     def _check(self, global_cond: Tensor | None, local_cond: Tensor) -> None:
         """Refuse conditions of other widths than the network's."""

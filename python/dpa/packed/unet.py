@@ -107,8 +107,8 @@ class PackedUnet:
         self._layout, self._kind = self._packing(self._size)
         self._local: LocalEncoder | None = None
         if self.network.local_cond_dim is not None:
-            channels, groups = self._layout[_FIRST_WIDTH], self._layout[_GROUPS]
-            self._local = LocalEncoder(self.network.layers(), channels, groups)
+            dtype = torch.float16 if self.dtype.itemsize == 1 else self.dtype
+            self._local = LocalEncoder(self.network.layers(), dtype)
 
     def sized(self, batch: int, horizon: int, layers: bool = True) -> PackedUnet:
         """Return the network packed for calls of such a size: this object, or another.
@@ -188,7 +188,6 @@ class PackedUnet:
             return self.config, self._kept_in
         batch, horizon, layers = size
         device = self.weights.placement[0]
-        layers = layers and self.network.local_cond_dim is None
         found = packing_for(tuple(self.config), self._kept_in, batch, horizon, device, layers)
         return list(found[0]), found[1]
 
@@ -291,15 +290,15 @@ class PackedUnet:
         local_cond: Tensor | None,
         packed: Tensor,
     ) -> Tensor:
-        free = local_cond is None and packed is self._packed
-        layers = self.in_layers(sample) if free else None
+        layers = self.in_layers(sample) if packed is self._packed else None
+        local = None
+        if local_cond is not None:
+            local = self._local_encoder().at(timesteps, global_cond, local_cond)
         if layers is not None:
-            return layers.forward(sample, timesteps, global_cond)
+            return layers.forward(sample, timesteps, global_cond, local)
         weights = packed, self._layout, self._kind
         if self._layers is None:
-            local = None
-            if local_cond is not None:
-                local = self._local_encoder().at(timesteps, global_cond, local_cond)
+            local = self._filled_up(local)
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights, local)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
 
@@ -307,6 +306,12 @@ class PackedUnet:
         found = self._local
         require(found is not None, "unet", "have local conditioning to be given local_cond", "none")
         return found
+
+    def _filled_up(self, local: Tensor | None) -> Tensor | None:
+        """Rows of local conditions as one op on the packed weights takes them."""
+        if local is None:
+            return None
+        return LocalEncoder.filled_up(local, self._layout[_FIRST_WIDTH], self._layout[_GROUPS])
 
     def in_layers(self, sample: Tensor) -> batch.BatchWeights | None:
         """Return what runs so many samples layer by layer; None where that is not faster."""
@@ -429,11 +434,9 @@ class PackedUnet:
 
         """
         packed = self.packed
+        local = None
         if local_cond is not None:
-            rows = self._local_encoder().at_each(timesteps, global_cond, local_cond)
-            weights = packed, self._layout, self._kind, coefficients, clip
-            held = noise, condition_data, condition_mask, rows
-            return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *held)
+            local = self._local_encoder().at_each(timesteps, global_cond, local_cond)
         several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
         free = not several and packed is self._packed
         layers = self.in_layers(initial) if free else None
@@ -443,7 +446,8 @@ class PackedUnet:
 
             def predict(sample: Tensor, step: int) -> Tensor:
                 if layers is not None:
-                    return layers.on_film(sample, film[step], conds)
+                    rows = None if local is None else local[step]
+                    return layers.on_film(sample, film[step], conds, rows)
                 steps = timesteps[step].expand(len(sample))
                 return self._forward(sample, steps, global_cond, None, packed)
 
@@ -456,4 +460,5 @@ class PackedUnet:
         if step_film is not None:
             op = torch.ops.dpa.diffusion_sample_on_film
             return op(initial, step_film, global_cond, *weights, *rest)
+        rest += (self._filled_up(local),)
         return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *rest)
