@@ -151,6 +151,14 @@ __global__ void slow_wgrad(Conv1d c, WgradPlan plan, int flat, const T* y, const
   }
 }
 
+// What instructions, each of so many terms, may cut off a running sum: float32 hides nothing of it, and 16 bits do not
+// where a sum comes back to almost zero.
+template <class T>
+double cut_off(int taps, int64_t channels) {
+  const double terms = static_cast<double>(taps) * channels, running = 0.1 * std::sqrt(terms) + 0.1;
+  return (terms / (sizeof(T) == 4 ? 8 : 16) + taps * 4 + 8) * running / (1 << 23);
+}
+
 // The largest error in units of what rounding allows: half a unit of the stored type, and `slack` for the sums, beside
 // what `lost` says of each element.
 template <class T>

@@ -35,8 +35,7 @@ template <class T>
 bool test_normalised(Conv1d c, int group, uint64_t seed, bool film, bool residual, bool concatenated) {
   constexpr bool kFloat = std::is_same_v<T, float>;
   const double unit = kFloat ? 1.01 / (1 << 24) : std::is_same_v<T, __half> ? 0.501 / 1024 : 0.501 / 128;
-  const double terms = c.taps * c.x_channels, running = 0.1 * std::sqrt(terms) + 0.1;
-  const double slack = kFloat ? (terms / 8 + c.taps * 4 + 8) * running / (1 << 23) : 2e-5;
+  const double slack = cut_off<T>(c.taps, c.x_channels);
   const bool beside = takes_shortcut(c, group);
   Case<T> t(c, seed);
   const int64_t eights = (c.x_channels - 1) / 8;  // of the first of two tensors, at most

@@ -78,9 +78,7 @@ bool test_case(const Conv1d& c, uint64_t seed, bool addends) {
   Case<T> t(c, seed);
   constexpr bool kFloat = std::is_same_v<T, float>;
   const double unit = kFloat ? 1.01 / (1 << 24) : std::is_same_v<T, __half> ? 0.501 / 1024 : 0.501 / 128;
-  // In float32 the stored values hide nothing of what an instruction cuts off its running sum.
-  const double terms = c.taps * std::max(c.x_channels, c.y_channels), running = 0.1 * std::sqrt(terms) + 0.1;
-  const double slack = kFloat ? (terms / 8 + c.taps * 4 + 8) * running / (1 << 23) : 2e-5;
+  const double slack = cut_off<T>(c.taps, std::max(c.x_channels, c.y_channels));
   const float* bias = addends ? as<float>(t.bias) : nullptr;
   t.run_fprop(addends), t.run_dgrad(addends), t.run_wgrad(false), t.run_wgrad(true);
   CHECK(cudaDeviceSynchronize());

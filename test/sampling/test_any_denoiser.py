@@ -176,6 +176,21 @@ def test_calls_of_a_kind_are_captured_once(recorded):
     assert len(copy.deepcopy(sampler)._loops) == 0
 
 
+@pytest.mark.parametrize(("fused", "captured"), [(None, 1), (False, 0)])
+def test_a_unet_that_is_not_packed_is_captured(recorded, fused, captured):
+    """It has six levels; with ``fused=False`` the loop runs step by step."""
+    torch.manual_seed(0)
+    unet = dpa.nn.ConditionalUnet1D(2, None, 4, 16, (8,) * 6).eval()
+    options = {"horizon": 32, "fused": fused}
+    sampler = dpa.DiffusionSampler(unet, scheduler(), 3, **options)
+    plain = dpa.DiffusionSampler(unet, scheduler(), 3, cuda_graph=False, **options)
+    cond = torch.randn(2, 4)
+    for seed in range(3):
+        got, want = (each(cond, generator=torch.manual_seed(seed)) for each in (sampler, plain))
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert recorded.captured == captured
+
+
 def test_a_network_of_nested_conditions_is_captured(recorded):
     """DPPO's MLP, which takes a dictionary."""
     torch.manual_seed(0)

@@ -319,6 +319,8 @@ def test_a_grad_scaler(max_norm, unscaled, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_norm_of_scaled_gradients_in_16_bits(dtype, device):
     """Finite ones whose norm 16 bits do not hold: they are clipped, not taken for infinite."""
+    if (dtype, device.type) == (torch.bfloat16, "cuda"):
+        pytest.skip("PyTorch's GradScaler takes no gradients in bfloat16 on a GPU")
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(1000, dtype=dtype, device=device))
     other = torch.nn.Parameter(torch.zeros(5, device=device))

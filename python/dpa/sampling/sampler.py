@@ -388,7 +388,9 @@ class DiffusionSampler:
             return False
         if self._foreign[0] is not unet:
             self._foreign = (unet, not is_of_family(unet))
-        return self._foreign[1] and replaced(unet, "forward") is None
+        # One of dpa's family that is not packed, for its size, say; unless packing is turned off.
+        foreign = self._foreign[1] or self.fused is None
+        return foreign and replaced(unet, "forward") is None
 
 
 def _loop(call: Call, layers: stepwise_loop.Layers | TracedNetwork) -> Callable[..., Tensor]:
