@@ -60,23 +60,24 @@ def _with_library(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flowing(text: str) -> str:
-    """Join the lines of each paragraph, which the terminal's width shall break; examples stay."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+def _add(command: Callable[..., None], name: str | None = None, **options: Any) -> None:
+    """Add a command; its help is the docstring.
+
+    The lines of each paragraph are joined, which the terminal's width shall break; examples stay.
+    """
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    text = "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+    app.command(name, help=text, **options)(command)
 
 
-app.command(help=_flowing(report.DOCTOR_HELP))(report.doctor)
-app.command(help=_flowing(report.INFO_HELP))(report.info)
-app.command(help=_flowing(explain.HELP))(_with_library(explain.explain))
-app.command(help=_flowing(demo.HELP))(_with_library(demo.demo))
-app.command(help=_flowing(bench.HELP))(_with_library(bench.bench))
-app.command(help=_flowing(profile.HELP))(_with_library(profile.profile))
-app.command(help=_flowing(export.HELP))(_with_library(export.export))
-app.command("eval", help=_flowing(evaluate.HELP))(_with_library(evaluate.evaluate))
+_add(report.doctor)
+_add(report.info)
+for each in (explain.explain, demo.demo, bench.bench, profile.profile, export.export):
+    _add(_with_library(each))
+_add(_with_library(evaluate.evaluate), "eval")
 # What stands behind the program's name is the program's.
 _BEHIND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-app.command(help=_flowing(run.HELP), context_settings=_BEHIND)(_with_library(run.run))
+_add(_with_library(run.run), context_settings=_BEHIND)
 
 
 def main() -> None:

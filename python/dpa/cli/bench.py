@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,123 +20,110 @@ from dpa.cli.options import (
     torch_dtype,
 )
 
-HELP = """Measure a checkpoint, or this machine, beside eager PyTorch.
-
-With CHECKPOINT: the plain policy against the accelerated one, and where the call goes
-(preparation, network, rest), in half a minute. A LeRobot folder is measured from observation to
-action where LeRobot is installed, the denoising loop of any other checkpoint.
-
-Without: beside torch.compile and the physical floor too. On a GPU the small ops, and the U-Net's
-step and the whole denoising loop in eight policies' sizes, with what the sampler is held to and
-whether it holds: some ten minutes, which --resume spends in parts; where LeRobot is installed, its
-policy from images to actions, its training steps and its encoders too. On the CPU every op, and the
-U-Net beside ONNX Runtime and OpenVINO too, where they are installed. Writes OUT/results.json, after
-each part what there is by then, and plots. With --train: training steps eager, compiled and on dpa,
-called and in a CUDA graph, their peak memory, steps and sampling on several GPUs where there are
-some, and what is required of them; OUT/train.json and a plot.
-
-Examples:
-
-  dpa bench outputs/train/checkpoints/last/pretrained_model
-
-  dpa bench latest.ckpt --trust-pickle --steps 16 --dtype bfloat16
-
-  dpa bench --quick
-
-  dpa bench --only sampler --networks "80 M,DP3" --batches 1,16
-
-  dpa bench --profile
-
-  dpa bench --train --only curves
-"""
-
-
-class Part(str, enum.Enum):
-    """Of what is measured without a checkpoint; those from networks on belong to --train."""
-
-    all = "all"
-    ops = "ops"
-    sampler = "sampler"
-    images = "images"
-    networks = "networks"
-    norm = "norm"
-    optimizer = "optimizer"
-    ddp = "ddp"
-    curves = "curves"
-
-
-Subject = Annotated[
-    str | None,
-    typer.Argument(metavar="CHECKPOINT", help="As of dpa explain; without it this machine."),
-]
-Weights = Annotated[Dtype | None, typer.Option(help="Of the accelerated checkpoint's weights.")]
-Seconds = Annotated[
-    float, typer.Option(min=0, help="Of measuring the checkpoint, after it is loaded.")
-]
-Out = Annotated[Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")]
-Only = Annotated[
-    Part,
-    typer.Option(help="A part alone: ops, sampler or images; with --train one of the others."),
-]
-Networks = Annotated[str | None, typer.Option(help="Of the sampler, with commas; by default all.")]
-Batches = Annotated[
-    str | None,
-    typer.Option(help="Of the sampler's steps; by default 1 and the policy's many, 16 or 8."),
-]
-Plain = Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")]
-TrainSteps = Annotated[
-    int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
-]
-Profile = Annotated[
-    bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
-]
-Training = Annotated[
-    bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the parts that OUT's file does not have.")
-]
-
-
+# Of what is measured without a checkpoint; those from networks on belong to --train.
+Part = Literal["all", "ops", "sampler", "images", "networks", "norm", "optimizer", "ddp", "curves"]
 # What belongs to a run with a checkpoint alone.
 _OF_CHECKPOINT = {"device", "dtype", "steps", "seconds", "prefix", "ema", "trust_pickle"}
 
 
 def bench(
     context: typer.Context,
-    checkpoint: Subject = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="CHECKPOINT", help="As of dpa explain; without it this machine."),
+    ] = None,
     device: Device = "auto",
-    dtype: Weights = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the accelerated checkpoint's weights.")
+    ] = None,
     steps: Steps = None,
-    seconds: Seconds = 20.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Of measuring the checkpoint, after it is loaded.")
+    ] = 20.0,
     prefix: Prefix = None,
     ema: Ema = True,
     trust_pickle: TrustPickle = False,
-    out: Out = Path("out/bench"),
-    only: Only = Part.all,
-    networks: Networks = None,
-    batches: Batches = None,
-    plain: Plain = True,
-    train_steps: TrainSteps = 1000,
-    profile: Profile = False,
-    quick: Quick = False,
-    training: Training = False,
-    resume: Resume = False,
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for the JSON file and the plots.")
+    ] = Path("out/bench"),
+    only: Annotated[
+        Part,
+        typer.Option(help="A part alone: ops, sampler or images; with --train one of the others."),
+    ] = "all",
+    networks: Annotated[
+        str | None, typer.Option(help="Of the sampler, with commas; by default all.")
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(help="Of the sampler's steps; by default 1 and the policy's many, 16 or 8."),
+    ] = None,
+    plain: Annotated[bool, typer.Option(help="Measure PyTorch beside the sampler.")] = True,
+    train_steps: Annotated[
+        int, typer.Option(help="Of the policy that is sampled in parallel; 0 leaves that out.")
+    ] = 1000,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Where a step's time goes, layer by layer, alone.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One network, one sample, fewer rounds: a minute.")
+    ] = False,
+    training: Annotated[
+        bool, typer.Option("--train", help="Training steps and what they must reach, alone.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the parts that OUT's file does not have.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a checkpoint, or this machine, beside eager PyTorch."""
+    """Measure a checkpoint, or this machine, beside eager PyTorch.
+
+    With CHECKPOINT: the plain policy against the accelerated one, and where the call goes
+    (preparation, network, rest), in half a minute. A LeRobot folder is measured from observation to
+    action where LeRobot is installed, the denoising loop of any other checkpoint.
+
+    Without: beside torch.compile and the physical floor too. On a GPU the small ops, and the
+    U-Net's step and the whole denoising loop in eight policies' sizes, with what the sampler is
+    held to and whether it holds: some ten minutes, which --resume spends in parts; where LeRobot is
+    installed, its policy from images to actions, its training steps and its encoders too. On the
+    CPU every op, and the U-Net beside ONNX Runtime and OpenVINO too, where they are installed.
+    Writes OUT/results.json, after each part what there is by then, and plots. With --train:
+    training steps eager, compiled and on dpa, called and in a CUDA graph, their peak memory, steps
+    and sampling on several GPUs where there are some, and what is required of them; OUT/train.json
+    and a plot.
+
+    Examples:
+
+      dpa bench outputs/train/checkpoints/last/pretrained_model
+
+      dpa bench latest.ckpt --trust-pickle --steps 16 --dtype bfloat16
+
+      dpa bench --quick
+
+      dpa bench --only sampler --networks "80 M,DP3" --batches 1,16
+
+      dpa bench --profile
+
+      dpa bench --train --only curves
+    """
+    from rich.console import Console
+
     _check_given(context, checkpoint is not None)
     if checkpoint is not None:
-        options = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
-        _checkpoint(checkpoint, device, dtype, steps, seconds, options, as_json)
+        from dpa.bench.checkpoint import Options, measure
+
+        path, weights = located(checkpoint), torch_dtype(dtype)
+        reading = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
+        with Console(stderr=True).status("measuring plain and accelerated calls in turns"):
+            found = measure(Options(path, device, weights, steps, seconds, reading))
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            _show(found)
         return
     from dpa.bench import command
 
     names = networks and [part.strip() for part in networks.split(",")]
-    what = out, only.value, names or command.NETWORKS, batches and _sizes(batches)
+    what = out, only, names or command.NETWORKS, batches and _sizes(batches)
     try:
         options = command.Options(*what, plain, train_steps, profile, quick, training, resume)
     except ValueError as error:
@@ -169,28 +155,6 @@ def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"--batches must be positive integers with commas, got {text!r}")
     return [int(part) for part in parts]
-
-
-def _checkpoint(
-    checkpoint: str,
-    device: str,
-    dtype: Dtype | None,
-    steps: int | None,
-    seconds: float,
-    reading: dict[str, Any],
-    as_json: bool,
-) -> None:
-    from rich.console import Console
-
-    from dpa.bench.checkpoint import Options, measure
-
-    path, weights = located(checkpoint), torch_dtype(dtype)
-    with Console(stderr=True).status("measuring plain and accelerated calls in turns"):
-        found = measure(Options(path, device, weights, steps, seconds, reading))
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        _show(found)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,24 +9,9 @@ from typing import Annotated
 import typer
 
 from dpa.cli.options import Device
-from dpa.demo import DTYPES, Options, run
+from dpa.demo import Dtype, Options, run
 
-HELP = """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM.
-
-An agent must get past an obstacle, on either side, to its goal. Fails unless both schedulers
-succeed in at least 95 % of the episodes and pass each side in at least 20 %.
-
-Examples:
-
-  dpa demo
-
-  dpa demo --quick
-
-  dpa demo --checkpoint out/demo/checkpoint.pt --episodes 200
-"""
 DEFAULTS = Options()
-Dtype = enum.Enum("Dtype", {name: name for name in DTYPES}, type=str)
-DTYPE = Dtype(DEFAULTS.dtype)
 
 
 def demo(
@@ -48,7 +32,7 @@ def demo(
         ),
     ] = None,
     device: Device = DEFAULTS.device,
-    dtype: Annotated[Dtype, typer.Option(help="Of sampling.")] = DTYPE,
+    dtype: Annotated[Dtype, typer.Option(help="Of sampling.")] = DEFAULTS.dtype,
     train_only: Annotated[
         bool, typer.Option("--train-only", help="Stop once the policy is trained and saved.")
     ] = False,
@@ -60,7 +44,19 @@ def demo(
         bool, typer.Option("--json", help="Print the results as JSON; all else to stderr.")
     ] = False,
 ) -> None:
-    """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM."""
+    """Train a small Diffusion Policy and run it in closed loop, with DDPM and with DDIM.
+
+    An agent must get past an obstacle, on either side, to its goal. Fails unless both schedulers
+    succeed in at least 95 % of the episodes and pass each side in at least 20 %.
+
+    Examples:
+
+      dpa demo
+
+      dpa demo --quick
+
+      dpa demo --checkpoint out/demo/checkpoint.pt --episodes 200
+    """
     from rich.console import Console
 
     options = Options(
@@ -70,7 +66,7 @@ def demo(
         out,
         checkpoint,
         device,
-        dtype.value,
+        dtype,
         train_only,
         quick,
         threads,

@@ -10,19 +10,6 @@ import typer
 
 from dpa.cli.options import Checkpoint, Device, Dtype, Json, Mode, located, torch_dtype
 
-HELP = """Run a LeRobot checkpoint in closed loop in a simulator.
-
-CHECKPOINT is a folder that LeRobot's save_pretrained wrote, or user/repo on the Hub. Prints the
-success rate and how long the policy takes to plan; --compare runs the unaccelerated policy through
-the same episodes too.
-
-Examples:
-
-  dpa eval pretrained_model --env PushT --episodes 50
-
-  dpa eval pretrained_model --env FetchReach-v4 --compare --video episodes.mp4
-"""
-
 
 def evaluate(
     checkpoint: Checkpoint,
@@ -49,7 +36,18 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a LeRobot checkpoint in closed loop in a simulator."""
+    """Run a LeRobot checkpoint in closed loop in a simulator.
+
+    CHECKPOINT is a folder that LeRobot's save_pretrained wrote, or user/repo on the Hub. Prints the
+    success rate and how long the policy takes to plan; --compare runs the unaccelerated policy
+    through the same episodes too.
+
+    Examples:
+
+      dpa eval pretrained_model --env PushT --episodes 50
+
+      dpa eval pretrained_model --env FetchReach-v4 --compare --video episodes.mp4
+    """
     from rich.console import Console
 
     from dpa.eval.pipeline import Options
@@ -64,7 +62,7 @@ def evaluate(
     kinds = ("plain", "accelerated") if compare else ("plain" if plain else "accelerated",)
     console = Console(stderr=as_json)
     limits = steps, max_steps, device, video
-    kind = kinds, torch_dtype(dtype), (mode or Mode.loop).value
+    kind = kinds, torch_dtype(dtype), mode or "loop"
     options = Options(path, env, episodes, seed, *kind, *limits)
     results = run(options, console)
     if as_json:

@@ -23,22 +23,6 @@ _WITHOUT = (
     *("tdmpc", "topreward", "vla_jepa", "vqbet", "wall_x", "xvla"),
 )
 
-HELP = """Show the U-Net in a checkpoint, and how dpa runs it.
-
-CHECKPOINT is of LeRobot (a folder, or user/repo on the Hub), of diffusion_policy or robomimic, of
-`dpa demo`, or a bare U-Net's weights. The network's sizes follow from the shapes; of a LeRobot
-folder without weights, from its config.json, and of the Hub that alone is fetched where it says
-enough. Near-copies of other projects are recognised by their parameters. Nothing is changed.
-
-Examples:
-
-  dpa explain outputs/train/checkpoints/last/pretrained_model
-
-  dpa explain lerobot/diffusion_pusht
-
-  dpa explain latest.ckpt --trust-pickle
-"""
-
 
 def explain(
     checkpoint: Checkpoint,
@@ -47,7 +31,22 @@ def explain(
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
-    """Show the U-Net in a checkpoint, and how dpa runs it."""
+    """Show the U-Net in a checkpoint, and how dpa runs it.
+
+    CHECKPOINT is of LeRobot (a folder, or user/repo on the Hub), of diffusion_policy or robomimic,
+    of `dpa demo`, or a bare U-Net's weights. The network's sizes follow from the shapes; of a
+    LeRobot folder without weights, from its config.json, and of the Hub that alone is fetched where
+    it says enough. Near-copies of other projects are recognised by their parameters. Nothing is
+    changed.
+
+    Examples:
+
+      dpa explain outputs/train/checkpoints/last/pretrained_model
+
+      dpa explain lerobot/diffusion_pusht
+
+      dpa explain latest.ckpt --trust-pickle
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -106,12 +105,7 @@ def _facts_of(loaded: Loaded, checkpoint: str, as_json: bool) -> dict[str, Any]:
     parameters, report = list(loaded.unet.parameters()), dpa.explain(loaded.unet)
     facts = {
         "checkpoint": checkpoint,
-        "weights": loaded.source or "(the file itself)",
-        "other U-Nets": list(loaded.others),
-        "parameters": sum(p.numel() for p in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "horizon": f"a multiple of {loaded.unet.horizon_multiple}",
-        **_arguments(loaded.arguments, as_json),
+        **_sizes(loaded, sum(p.numel() for p in parameters), parameters[0].dtype, as_json),
         "accelerated": report.to_dict() if as_json else str(report),
     }
     if loaded.perhaps:
@@ -129,15 +123,19 @@ def _facts_of_near_copy(found: NearCopy, checkpoint: str, as_json: bool) -> dict
     return {
         "checkpoint": checkpoint,
         "network of": found.policies,
-        "weights": found.source or "(the file itself)",
-        "other U-Nets": list(found.others),
-        "parameters": found.parameters,
-        "dtype": found.dtype,
-        "horizon": f"a multiple of {2 ** (len(found.arguments['down_dims']) - 1)}",
-        **_arguments(found.arguments, as_json),
+        **_sizes(found, found.parameters, found.dtype, as_json),
         "accelerated": _OWN_CLASS + (parts if found.in_family else around),
     }
 
 
-def _arguments(arguments: dict[str, Any], as_json: bool) -> dict[str, Any]:
-    return {"arguments": arguments} if as_json else arguments
+def _sizes(
+    found: Loaded | NearCopy, parameters: int, dtype: object, as_json: bool
+) -> dict[str, Any]:
+    return {
+        "weights": found.source or "(the file itself)",
+        "other U-Nets": list(found.others),
+        "parameters": parameters,
+        "dtype": str(dtype).removeprefix("torch."),
+        "horizon": f"a multiple of {2 ** (len(found.arguments['down_dims']) - 1)}",
+        **({"arguments": found.arguments} if as_json else found.arguments),
+    }

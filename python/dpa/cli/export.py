@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,113 +17,79 @@ from dpa.cli.options import Checkpoint, Ema, Prefix, Steps, TrustPickle, located
 if TYPE_CHECKING:
     from rich.console import Console
 
-HELP = """Write a policy's denoising loop into one file for Python, C++ or ONNX runtimes (TensorRT).
-
-CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder, or user/repo on the Hub), of
-diffusion_policy, of `dpa demo`, or a bare U-Net. Missing values can be given as options; assumed
-ones are listed. Beside the file goes a manifest, FILE.json: shapes, dtypes, normalisation, steps.
-
-Examples:
-
-  dpa export out/demo/checkpoint.pt --to torchscript
-
-  dpa export pretrained_model --to aoti --scheduler DDIM --steps 10
-
-  dpa export latest.ckpt --trust-pickle --to torchscript --dtype bfloat16
-
-  dpa export latest.ckpt --trust-pickle --to torchscript --device cuda
-
-  dpa export pretrained_model --to torchscript --images --steps 10
-
-  dpa export pretrained_model --to onnx --scheduler DDIM --steps 10
-"""
-
-
-class Format(str, enum.Enum):
-    """Of the file."""
-
-    aoti = "aoti"
-    torchscript = "torchscript"
-    exported_program = "exported-program"
-    onnx = "onnx"
-
-
-class Dtype(str, enum.Enum):
-    """Of the network."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Part(str, enum.Enum):
-    """Of the sampling."""
-
-    loop = "loop"
-    step = "step"
-    continuing = "continuing"
-
-
-class Scheduler(str, enum.Enum):
-    """By the names of diffusers, shortened."""
-
-    DDIM = "DDIM"
-    DDPM = "DDPM"
-
-
-To = Annotated[Format, typer.Option(help="What kind of file.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        dir_okay=False, help="The file; by default policy.pt, .pt2 or .onnx beside CHECKPOINT."
-    ),
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")]
-Precision = Annotated[Dtype, typer.Option(help="Of the network.")]
-PartOfIt = Annotated[
-    Part, typer.Option(help="The loop, one step of it, or the loop that continues the last chunk.")
-]
-FirstStep = Annotated[
-    int, typer.Option(min=0, help="The step that begins with the last chunk (--part continuing).")
-]
-Layers = Annotated[
-    bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
-]
-Images = Annotated[bool, typer.Option("--images", help="From camera images: the encoders too.")]
-Kind = Annotated[Scheduler | None, typer.Option(help="By default the checkpoint's.")]
-SchedulerConfig = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True, dir_okay=False, help="A scheduler_config.json of diffusers, for a bare U-Net."
-    ),
-]
-Horizon = Annotated[
-    int | None, typer.Option(min=1, help="Actions in a chunk; by default the checkpoint's.")
-]
-Batch = Annotated[int, typer.Option(min=1, help="Observations of a call.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")]
-
 
 def export(
     checkpoint: Checkpoint,
-    to: To,
-    out: Out = None,
-    device: Device = "cpu",
-    dtype: Precision = Dtype.float32,
-    part: PartOfIt = Part.loop,
-    first_step: FirstStep = 0,
-    layers: Layers = False,
-    images: Images = False,
-    scheduler: Kind = None,
-    scheduler_config: SchedulerConfig = None,
+    to: Annotated[
+        Literal["aoti", "torchscript", "exported-program", "onnx"],
+        typer.Option(help="What kind of file."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="The file; by default policy.pt, .pt2 or .onnx beside CHECKPOINT."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where it shall run.")] = "cpu",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the network.")
+    ] = "float32",
+    part: Annotated[
+        Literal["loop", "step", "continuing"],
+        typer.Option(help="The loop, one step of it, or the loop that continues the last chunk."),
+    ] = "loop",
+    first_step: Annotated[
+        int,
+        typer.Option(min=0, help="The step that begins with the last chunk (--part continuing)."),
+    ] = 0,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Layer by layer, not as one op on packed weights.")
+    ] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="From camera images: the encoders too.")
+    ] = False,
+    scheduler: Annotated[
+        Literal["DDIM", "DDPM"] | None, typer.Option(help="By default the checkpoint's.")
+    ] = None,
+    scheduler_config: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A scheduler_config.json of diffusers, for a bare U-Net.",
+        ),
+    ] = None,
     steps: Steps = None,
-    horizon: Horizon = None,
-    batch: Batch = 1,
+    horizon: Annotated[
+        int | None, typer.Option(min=1, help="Actions in a chunk; by default the checkpoint's.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Observations of a call.")] = 1,
     prefix: Prefix = None,
     ema: Ema = True,
     trust_pickle: TrustPickle = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Write a policy's denoising loop into one file."""
+    """Write a policy's denoising loop into one file for Python, C++ or ONNX runtimes (TensorRT).
+
+    CHECKPOINT is what `dpa explain` understands: of LeRobot (a folder, or user/repo on the Hub), of
+    diffusion_policy, of `dpa demo`, or a bare U-Net. Missing values can be given as options;
+    assumed ones are listed. Beside the file goes a manifest, FILE.json: shapes, dtypes,
+    normalisation, steps.
+
+    Examples:
+
+      dpa export out/demo/checkpoint.pt --to torchscript
+
+      dpa export pretrained_model --to aoti --scheduler DDIM --steps 10
+
+      dpa export latest.ckpt --trust-pickle --to torchscript --dtype bfloat16
+
+      dpa export latest.ckpt --trust-pickle --to torchscript --device cuda
+
+      dpa export pretrained_model --to torchscript --images --steps 10
+
+      dpa export pretrained_model --to onnx --scheduler DDIM --steps 10
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -134,22 +99,21 @@ def export(
     from dpa.export.places import check_places, files_of
     from dpa.export.schedulers import read_scheduler_config
 
-    if layers and part is not Part.loop:
-        raise typer.BadParameter(f"--layers must be left out with --part {part.value}")
-    if first_step and part is not Part.continuing:
+    if layers and part != "loop":
+        raise typer.BadParameter(f"--layers must be left out with --part {part}")
+    if first_step and part != "continuing":
         raise typer.BadParameter("--first-step must be left out without --part continuing")
     given = located(checkpoint)
     named = given if given.name.strip(".") else given.resolve()
     if not Path(checkpoint).exists():  # of the Hub: not into its cache
         named = Path(named.name)
-    path = out or named.with_name(f"policy{FORMATS[to.value]}")
+    path = out or named.with_name(f"policy{FORMATS[to]}")
     configs = [] if scheduler_config is None else [scheduler_config]
     check_places(path, "out", [*files_of(given), *configs])
-    name = scheduler and scheduler.value
-    what = (to.value, device, dtype.value, part.value, layers)
-    choice = Choice(*what, name, steps, horizon, batch, first_step, images, trust_pickle)
+    what = (to, device, dtype, part, layers, scheduler)
+    choice = Choice(*what, steps, horizon, batch, first_step, images, trust_pickle)
     console = Console(stderr=as_json)
-    with _stages(console, to.value) as report:
+    with _stages(console, to) as report:
         report("reading")
         source = read(given, prefix=prefix, ema=ema, trust_pickle=trust_pickle)
         if scheduler_config is not None:
@@ -161,7 +125,7 @@ def export(
     if as_json:
         print(json.dumps(manifest))
     else:
-        _show(manifest, f"{dtype.value} on {device}", path, console)
+        _show(manifest, f"{dtype} on {device}", path, console)
 
 
 def _show(manifest: dict[str, Any], runs: str, path: Path, console: Console) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,35 +28,21 @@ TrustPickle = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu, cuda or cuda:N.")]
-
 Steps = Annotated[
     int | None, typer.Option(min=1, help="Denoising steps; by default the checkpoint's.")
 ]
 
+Dtype = Literal["float32", "float16", "bfloat16"]
+Mode = Literal["loop", "step", "chain"]
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-class Dtype(str, enum.Enum):
-    """Of weights and sampling."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class Mode(str, enum.Enum):
-    """As dpa.accelerate takes it."""
-
-    loop = "loop"
-    step = "step"
-    chain = "chain"
 
 
 def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     """The dtype of that name; None of none."""
     import torch
 
-    return None if dtype is None else getattr(torch, dtype.value)
+    return None if dtype is None else getattr(torch, dtype)
 
 
 def located(checkpoint: str, only: str | None = None) -> Path:

@@ -21,21 +21,6 @@ from dpa.cli.options import (
     torch_dtype,
 )
 
-HELP = """Show where a call of a policy goes, before and after acceleration.
-
-Measures the plain policy and the accelerated one in turns, and splits each call into preprocessing
-(to the device, normalisation), encoder (images to features), loop (denoising) and host (queues,
-postprocessing, the way between the parts). Prints a table and writes the picture OUT.
-
-A LeRobot folder is profiled whole where LeRobot is installed; of any other checkpoint the loop is.
-
-Examples:
-
-  dpa profile outputs/train/checkpoints/last/pretrained_model --dtype bfloat16
-
-  dpa profile latest.ckpt --trust-pickle --steps 16 --out profile.png
-"""
-
 
 def profile(
     checkpoint: Checkpoint,
@@ -53,7 +38,22 @@ def profile(
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
-    """Show where a call of a policy goes, before and after acceleration."""
+    """Show where a call of a policy goes, before and after acceleration.
+
+    Measures the plain policy and the accelerated one in turns, and splits each call into
+    preprocessing (to the device, normalisation), encoder (images to features), loop (denoising) and
+    host (queues, postprocessing, the way between the parts). Prints a table and writes the picture
+    OUT.
+
+    A LeRobot folder is profiled whole where LeRobot is installed; of any other checkpoint the loop
+    is.
+
+    Examples:
+
+      dpa profile outputs/train/checkpoints/last/pretrained_model --dtype bfloat16
+
+      dpa profile latest.ckpt --trust-pickle --steps 16 --out profile.png
+    """
     from rich.console import Console
 
     from dpa.bench.call_profile import picture

@@ -12,35 +12,21 @@ from dpa.cli.options import Json
 if TYPE_CHECKING:
     from dpa.diagnostics.doctor import Finding
 
-DOCTOR_HELP = """Find what is wrong with the installation, and the command that mends it.
-
-Checks torch, its CUDA, the driver, every GPU and the kernels that run there, the library,
-diffusers, LeRobot and the compiler. Fails if something is wrong; notes do not count.
-
-Examples:
-
-  dpa doctor
-
-  dpa doctor --json
-"""
-INFO_HELP = """Show versions, devices, what the library is built for, and a smoke test.
-
-Begins with what should be mended. Fails if the library does not load, or if the smoke test fails on
-any device.
-
-Examples:
-
-  dpa info
-
-  dpa info --ops
-
-  dpa info --json
-"""
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
 
 
 def doctor(as_json: Json = False) -> None:
-    """Find what is wrong with the installation, and the command that mends it."""
+    """Find what is wrong with the installation, and the command that mends it.
+
+    Checks torch, its CUDA, the driver, every GPU and the kernels that run there, the library,
+    diffusers, LeRobot and the compiler. Fails if something is wrong; notes do not count.
+
+    Examples:
+
+      dpa doctor
+
+      dpa doctor --json
+    """
     from dpa.diagnostics.doctor import examine, is_healthy, to_dict
 
     found = examine()
@@ -56,7 +42,19 @@ def info(
     ops: Annotated[bool, typer.Option("--ops", help="List every op with its kernels.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show versions, devices, what the library is built for, and a smoke test."""
+    """Show versions, devices, what the library is built for, and a smoke test.
+
+    Begins with what should be mended. Fails if the library does not load, or if the smoke test
+    fails on any device.
+
+    Examples:
+
+      dpa info
+
+      dpa info --ops
+
+      dpa info --json
+    """
     from dpa.diagnostics.doctor import advice, examine
     from dpa.diagnostics.host import look
 

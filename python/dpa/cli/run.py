@@ -14,44 +14,42 @@ import typer
 
 from dpa.cli.options import Dtype, Mode, torch_dtype
 
-HELP = """Run a program of others with its policies accelerated, as `python` would run it.
-
-Every policy of LeRobot, diffusion_policy (and projects made of it) and robomimic that the program
-makes is accelerated as it leaves its constructor; a line on standard error says so. Options of dpa
-stand before the program. The environment's DPA_ACCELERATE=0 runs the program as it is.
-
-Examples:
-
-  dpa run eval.py --checkpoint latest.ckpt -o out
-
-  dpa run --dtype bfloat16 -m lerobot.async_inference.policy_server
-
-  dpa run --policy my_robot.policy:MyPolicy -m my_robot.main
-"""
-
-Program = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="PROGRAM ...", help="A script and its arguments.", show_default=False),
-]
-Module = Annotated[
-    bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.", show_default=False)
-]
-Policy = Annotated[
-    list[str] | None,
-    typer.Option(help="A further policy, as module:Class; may be given several times."),
-]
-
 
 def run(
-    program: Program = None,
-    module: Module = False,
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROGRAM ...", help="A script and its arguments.", show_default=False
+        ),
+    ] = None,
+    module: Annotated[
+        bool,
+        typer.Option("-m", help="PROGRAM is a module, as in `python -m`.", show_default=False),
+    ] = False,
     dtype: Annotated[Dtype | None, typer.Option(help="Of packed weights.")] = None,
     mode: Annotated[Mode | None, typer.Option(help="As dpa.accelerate takes it.")] = None,
     tolerance: Annotated[float | None, typer.Option(help="Largest relative error.")] = None,
     graphs: Annotated[bool | None, typer.Option(help="CUDA graphs of calls.")] = None,
-    policy: Policy = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="A further policy, as module:Class; may be given several times."),
+    ] = None,
 ) -> None:
-    """Run a program of others with its policies accelerated."""
+    """Run a program of others with its policies accelerated, as `python` would run it.
+
+    Every policy of LeRobot, diffusion_policy (and projects made of it) and robomimic that the
+    program makes is accelerated as it leaves its constructor; a line on standard error says so.
+    Options of dpa stand before the program. The environment's DPA_ACCELERATE=0 runs the program as
+    it is.
+
+    Examples:
+
+      dpa run eval.py --checkpoint latest.ckpt -o out
+
+      dpa run --dtype bfloat16 -m lerobot.async_inference.policy_server
+
+      dpa run --policy my_robot.policy:MyPolicy -m my_robot.main
+    """
     import os
 
     from dpa.acceleration.construction import accelerate_new, options_from
@@ -68,7 +66,7 @@ def run(
     if module and not (PathFinder.find_spec(package, [where]) or find_spec(package)):
         raise FileNotFoundError(f"{name}: there is no such module")
     options = options_from(os.environ)
-    wanted = {"mode": mode and mode.value, "tolerance": tolerance, "graphs": graphs}
+    wanted = {"mode": mode, "tolerance": tolerance, "graphs": graphs}
     wanted["dtype"] = torch_dtype(dtype)
     if options is not None:
         options |= {name: value for name, value in wanted.items() if value is not None}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-DTYPES = ("float32", "float64", "float16", "bfloat16")
+Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Options:
     out: Path = Path("out/demo")
     checkpoint: Path | None = None
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     train_only: bool = False
     quick: bool = False
     threads: int = 1
@@ -49,8 +49,8 @@ class Options:
         for name in ("episodes", "train_steps", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype}")
         if self.train_only and self.checkpoint:
             raise ValueError("train_only must not be set with a checkpoint: nothing is left to do")
         if self.quick:
