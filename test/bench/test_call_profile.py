@@ -42,7 +42,7 @@ def colors(path):
 
 
 def test_the_picture_shows_every_part(tmp_path):
-    drawn = plots.draw_call(FOUND, call_profile.PARTS, tmp_path / "call.png")
+    drawn = plots.draw_call(FOUND, tmp_path / "call.png")
     shown = colors(drawn)
     for part, color in plots._PARTS.items():
         assert tuple(bytes.fromhex(color[1:])) in shown, part

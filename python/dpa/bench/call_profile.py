@@ -6,7 +6,6 @@ observation to a chunk, the loop. So they add up to the whole, also where one gr
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,10 +50,3 @@ def parts(times: dict[tuple[str, str], float], name: str) -> dict[str, float]:
     host = whole - chunk - prepare
     found = (prepare, chunk - loop, loop, host)
     return {"whole call": whole} | dict(zip(PARTS, found, strict=True))
-
-
-def picture(found: dict[str, Any], path: Path) -> Path:
-    """Draw the profile."""
-    from dpa.bench.plots import draw_call
-
-    return draw_call(found, PARTS, path)

@@ -56,9 +56,9 @@ def profile(
     """
     from rich.console import Console
 
-    from dpa.bench.call_profile import picture
     from dpa.bench.call_profile import profile as measure
     from dpa.bench.checkpoint import Options
+    from dpa.bench.plots import draw_call
 
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"--out must end in .png, .svg or .pdf, got {out.name}")
@@ -66,13 +66,12 @@ def profile(
     reading = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
     with Console(stderr=True).status("measuring the parts of plain and accelerated calls in turns"):
         found = measure(Options(path, device, weights, steps, seconds, reading))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    drawn = picture(found, out)
+    draw_call(found, out)
     if as_json:
-        print(json.dumps(found | {"picture": str(drawn)}, indent=2))
+        print(json.dumps(found | {"picture": str(out)}, indent=2))
         return
     _show(found)
-    print(f"written: {drawn}")
+    print(f"written: {out}")
 
 
 def _show(found: dict[str, Any]) -> None:

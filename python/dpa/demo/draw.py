@@ -41,20 +41,20 @@ EXTENT = (-1.08, 1.08, -0.66, 0.66)
 
 
 @contextmanager
-def figure(path: Path, size: tuple[float, float], dpi: int = 150) -> Iterator[Figure]:
-    """A figure in the demo's style, saved to ``path`` when the block ends."""
+def figure(
+    path: Path, size: tuple[float, float], title: str, subtitle: str, left: float = 0.03
+) -> Iterator[Figure]:
+    """A figure in the demo's style, saved to ``path`` when the block ends.
+
+    The title and a quieter line below it are flush left, placed in inches from the top.
+    """
     with matplotlib.rc_context(STYLE):
-        fig = Figure(size, dpi=dpi)
+        fig = Figure(size, dpi=150)
+        fig.text(left, 1 - 0.34 / size[1], title, size=14, weight="bold", va="center")
+        fig.text(left, 1 - 0.62 / size[1], subtitle, size=10, color=MUTED, va="center")
         yield fig
         with replacing(path) as temporary:
-            FigureCanvasAgg(fig).print_figure(temporary, dpi=dpi)
-
-
-def headline(fig: Figure, title: str, subtitle: str, left: float = 0.03) -> None:
-    """A title and a quieter line below it, both flush left; placed in inches from the top."""
-    height = fig.get_figheight()
-    fig.text(left, 1 - 0.34 / height, title, size=14, weight="bold", va="center")
-    fig.text(left, 1 - 0.62 / height, subtitle, size=10, color=MUTED, va="center")
+            FigureCanvasAgg(fig).print_figure(temporary, dpi="figure")
 
 
 def scene(ax: Axes, world: W.World, labels: bool = False, goal: bool = True) -> None:
@@ -73,9 +73,8 @@ def scene(ax: Axes, world: W.World, labels: bool = False, goal: bool = True) -> 
 
 def fan(path: Path, world: W.World, panels: Sequence[tuple[str, Rollout]]) -> None:
     """Every path taken in one world, a panel a source, coloured by the side it passed."""
-    with figure(path, (12.6, 3.9)) as fig:
-        headline(fig, "Two right answers", "Every path through the same world. Left and right "
-                 "are as seen from the start.", 0.02)  # fmt: skip
+    line = "Every path through the same world. Left and right are as seen from the start."
+    with figure(path, (12.6, 3.9), "Two right answers", line, 0.02) as fig:
         for column, (name, result) in enumerate(panels):
             ax = fig.add_axes((0.01 + 0.33 * column, 0.0, 0.32, 0.66))
             scene(ax, world, labels=column == 0)
@@ -107,9 +106,10 @@ def denoising(
     cloud that it belongs to.
     """
     columns = len(chunks)
-    with figure(path, (2.35 * columns, 2.75)) as fig:
-        headline(fig, "From noise to a plan", "One action chunk, and in grey others for the same "
-                 "observation, as the denoising goes on.", 0.012)  # fmt: skip
+    line = (
+        "One action chunk, and in grey others for the same observation, as the denoising goes on."
+    )
+    with figure(path, (2.35 * columns, 2.75), "From noise to a plan", line, 0.012) as fig:
         for column, (left, chunk) in enumerate(zip(steps_left, chunks, strict=True)):
             width = 1 / columns
             ax = fig.add_axes((column * width + 0.004, 0.02, width - 0.008, 0.62))
@@ -137,9 +137,8 @@ def training(path: Path, history: Sequence[dict], losses: Sequence, bar: float) 
     """Success of the EMA weights and the training loss, over the training steps."""
     steps = [row["step"] for row in history]
     success = [100 * row["success"] for row in history]
-    with figure(path, (8.4, 4.6)) as fig:
-        headline(fig, "Success over training", "Closed-loop episodes that reach the goal, with the "
-                 "EMA weights and DDIM.", 0.05)  # fmt: skip
+    line = "Closed-loop episodes that reach the goal, with the EMA weights and DDIM."
+    with figure(path, (8.4, 4.6), "Success over training", line, 0.05) as fig:
         top = fig.add_axes((0.09, 0.36, 0.80, 0.43))
         below = fig.add_axes((0.09, 0.11, 0.80, 0.17), sharex=top)
         top.axhline(100 * bar, color=MUTED, lw=0.9, ls=(0, (4, 3)))
