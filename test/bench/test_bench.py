@@ -257,9 +257,9 @@ def test_the_samplers_parts_are_tables_of_one_run(monkeypatch):
     monkeypatch.setattr(sampler.compiled, "eager", lambda size, unet, dtype: (eager, []))
     monkeypatch.setattr(sampler, "step_us", lambda size, unet, dtype, batch: 50.0 * batch)
     monkeypatch.setattr(sampler, "loops", loops)
-    run = sampler.Run(["DP3", "80 M"], train_steps=0)
+    stages = sampler.stages(["DP3", "80 M"])
     kept = []
-    done = _measured(run.stages(), {}, sampler.finished, kept.append)
+    done = _measured(stages, {}, sampler.finished, kept.append)
     ways = [
         (row["network"], row["batch"], row["how"])
         for row in done["steps"]
@@ -280,7 +280,7 @@ def test_the_samplers_parts_are_tables_of_one_run(monkeypatch):
     found = {row["bar"]: row["value"] for row in done["bars"]}
     assert found["80 M, bfloat16: faster than torch.compile"] == 20
     assert found["DP3, batch 16: time of batch 1's"] == 16
-    assert len(kept) == len(run.stages()) == 3
+    assert len(kept) == len(stages) == 3
     assert all(json.dumps(tables) for tables in kept)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _READY, _ANSWER = "ready", "answer: "
@@ -56,6 +56,13 @@ class Process:
         raise RuntimeError(
             f"{self._name} ended with status {status}: python -m {self._name} says why"
         )
+
+
+def answers(processes: Sequence[Process]) -> list[Any]:
+    """What they find, one after the other, once nothing compiles any more."""
+    for process in processes:
+        process.wait()
+    return [process.answer() for process in processes]
 
 
 def on_request(measure: Callable[[], Any]) -> None:

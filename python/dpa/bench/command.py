@@ -130,12 +130,11 @@ def _on_gpu(options: Options) -> tuple[Stages, Callable[[Tables], Tables]]:
 
     settings = (options.networks, options.batches, options.plain, options.train_steps)
     if options.only == "sampler":
-        return sampler.Run(*settings).stages(), _finished
+        return sampler.stages(*settings), _finished
     if options.only == "images":
         return image_policies.stages(), _finished
     ops = Process(small_ops.__name__)
-    run = sampler.Run(*settings, [ops])
-    found = run.stages() | {"small ops": ops.answer}
+    found = sampler.stages(*settings, [ops]) | {"small ops": ops.answer}
     if find_spec("lerobot") and not options.quick:
         found |= image_policies.stages()
     return found, _finished
@@ -217,19 +216,18 @@ def _pictures(results: Tables, out: Path) -> list[Path]:
         from dpa.bench import plots
     except ImportError:  # the command line alone does not need matplotlib
         return []
-    device = results["device"]
-    found = []
-    if "steps" in results:
-        found.append(plots.draw_steps(results["steps"], device, out / "steps.png"))
-    if "loops" in results:
-        found.append(plots.draw_loops(results["loops"], device, out / "loops.png"))
-    if "training" in results:
-        found.append(plots.draw_training(results["training"], device, out / "train.png"))
-    if "curves" in results:
-        found.append(plots.draw_curves(results["curves"], device, out / "loss-curves.png"))
-    if "U-Net, forward pass" in results:
-        found.append(plots.draw_engines(results["U-Net, forward pass"], device, out / "cpu.png"))
-    return found
+    drawn = {
+        "steps": (plots.draw_steps, "steps.png"),
+        "loops": (plots.draw_loops, "loops.png"),
+        "training": (plots.draw_training, "train.png"),
+        "curves": (plots.draw_curves, "loss-curves.png"),
+        "U-Net, forward pass": (plots.draw_engines, "cpu.png"),
+    }
+    return [
+        draw(results[title], results["device"], out / name)
+        for title, (draw, name) in drawn.items()
+        if title in results
+    ]
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Callable, Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,9 @@ class _Positional(nn.Module):
         return self.unet(sample, timestep, None, global_cond)
 
 
-def installed() -> dict[str, bool]:
-    """Which of the optional engines are here (requirements/bench.txt)."""
-    found = {name: importlib.util.find_spec(name) is not None for name in ("onnx", "openvino")}
-    runtime = importlib.util.find_spec("onnxruntime") is not None
-    return {"ONNX Runtime": runtime and found["onnx"], "OpenVINO": all(found.values())}
-
-
 ENGINES = ("eager", "torch.compile", "ONNX Runtime", "OpenVINO", "dpa")
+# What the optional ones need beside onnx (requirements/bench.txt).
+_PACKAGES = {"ONNX Runtime": "onnxruntime", "OpenVINO": "openvino"}
 
 
 def engines(
@@ -60,8 +55,8 @@ def engines(
     if "torch.compile" in wanted:
         fused = torch.compile(plain, dynamic=False)
         yield "torch.compile", "float32", lambda: fused(*inputs)
-    here = {name for name, is_here in installed().items() if is_here and name in wanted}
-    if here:
+    here = {name for name, package in _PACKAGES.items() if name in wanted and find_spec(package)}
+    if here and find_spec("onnx"):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "unet.onnx"
             torch.onnx.export(plain, inputs, path, dynamo=False, input_names=list(_NAMES))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dpa
-from dpa.bench.ahead import Process, on_request
+from dpa.bench.ahead import Process, answers, on_request
 from dpa.bench.bars import bar_of
 from dpa.bench.timing import device_us, graphed, medians
 from dpa.library.devices import choose_device
@@ -206,20 +206,17 @@ def _step(
 
 def encoder_rows(case: Case) -> list[Row]:
     """The encoders alone, of all cameras, in one graph; PyTorch's in TF32."""
-    rows = []
-    for how, name, run in _encoders(case, choose_device("auto")):
-        us = device_us(graphed(run, 1))
-        rows.append({"policy": case.name, "how": how, "weights": name, "us": us})
-    return rows
-
-
-def _encoders(case: Case, device: torch.device) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    device = choose_device("auto")
     encoders = encoders_of(case.build(device))
     images = [torch.rand(2, 3, *case.size, device=device) for _ in encoders]
-    yield PLAIN, "float32", partial(_each, encoders, images)
+    runs = {(PLAIN, "float32"): partial(_each, encoders, images)}
     for name, dtype in DTYPES.items():
-        runs = [EncoderKernels(recognise(encoder), dtype).run for encoder in encoders]
-        yield DPA, name, partial(_jointly, runs, images)
+        kernels = [EncoderKernels(recognise(encoder), dtype).run for encoder in encoders]
+        runs[DPA, name] = partial(_jointly, kernels, images)
+    return [
+        {"policy": case.name, "how": how, "weights": name, "us": device_us(graphed(run, 1))}
+        for (how, name), run in runs.items()
+    ]
 
 
 def encoders_of(policy: Any) -> list[nn.Module]:
@@ -240,13 +237,10 @@ def _jointly(runs: list[Callable[[Tensor], Tensor]], images: list[Tensor]) -> li
 
 def _calls_beside_compiled(case: Case) -> dict[str, list[Row]]:
     """Compile first, so that nothing else runs where something is measured."""
-    theirs = [Process(__name__, case.name, name) for name in DTYPES]
-    for process in theirs:
-        process.wait()
-    answers = [process.answer() for process in theirs]
-    found = {CALLS: call_rows(case) + [row for rows in answers for row in rows[CALLS]]}
+    theirs = answers([Process(__name__, case.name, name) for name in DTYPES])
+    found = {CALLS: call_rows(case) + [row for rows in theirs for row in rows[CALLS]]}
     if case.name in _ENCODERS_US:
-        found[ENCODERS] = encoder_rows(case) + [row for rows in answers for row in rows[ENCODERS]]
+        found[ENCODERS] = encoder_rows(case) + [row for rows in theirs for row in rows[ENCODERS]]
     return found
 
 

@@ -18,32 +18,26 @@ from dpa.demo.rollout import make_scheduler, rollout
 
 # The published sizes on the demo's task, which such a network learns in a few hundred batches.
 UNET = train.UNET | {"diffusion_step_embed_dim": 256, "down_dims": [256, 512, 1024]}
-TRAIN_STEPS, LEARNING_RATE = 1000, 4e-4
+LEARNING_RATE, DTYPE = 4e-4, torch.bfloat16
 WINDOW, TOLERANCES = 16, (1e-3, 3e-3, 1e-2)
+OBSERVATIONS, EPISODES, REPEATS = 16, 40, 10
 Row = dict[str, Any]
 
 
-def trained(steps: int = TRAIN_STEPS, device: str = "cuda") -> train.Policy:
-    """Train a policy of the published size on the demo's task."""
-    return train.train(steps, 0, torch.device(device), unet=UNET, learning_rate=LEARNING_RATE)
-
-
-@torch.no_grad()
-def rows(
-    policy: train.Policy,
-    dtype: torch.dtype,
-    observations: int = 16,
-    episodes: int = 40,
-    repeats: int = 10,
-) -> list[Row]:
+def rows(train_steps: int) -> list[Row]:
     """The sequential loop, then each tolerance: time, sweeps, error, success; 100 DDPM steps.
 
     ``error`` is of the action chunk, whose range is [-1, 1]: root mean square, and the largest,
     against the sequential loop in the same weights from the same random stream.
     """
-    device = next(policy.network.parameters()).device
-    generator = torch.Generator().manual_seed(1)
-    worlds = W.sample_worlds(observations, generator)
+    device = torch.device("cuda")
+    policy = train.train(train_steps, 0, device, unet=UNET, learning_rate=LEARNING_RATE)
+    with torch.no_grad():
+        return _rows(policy, device)
+
+
+def _rows(policy: train.Policy, device: torch.device) -> list[Row]:
+    worlds = W.sample_worlds(OBSERVATIONS, torch.Generator().manual_seed(1))
     seen = policy.network.encoder(W.observe(worlds, worlds.start, worlds.start).to(device))
 
     def make(parallel: dpa.Parallel | None) -> dpa.DiffusionSampler:
@@ -51,7 +45,7 @@ def rows(
             policy.network.unet,
             make_scheduler("DDPM", policy),
             100,
-            dtype,
+            DTYPE,
             horizon=W.HORIZON,
             fused=True,
             parallel=parallel,
@@ -69,9 +63,9 @@ def rows(
     for tolerance in (None, *TOLERANCES):
         sampler = make(None if tolerance is None else dpa.Parallel(WINDOW, tolerance))
         found, sweeps = chunks(sampler)
-        row: Row = {"weights": str(dtype).removeprefix("torch."), "tolerance": tolerance}
+        row: Row = {"weights": str(DTYPE).removeprefix("torch."), "tolerance": tolerance}
         row["window"] = None if tolerance is None else WINDOW
-        times = [latency(partial(sampler, cond), repeats)[0] for cond in seen[:4].split(1)]
+        times = [latency(partial(sampler, cond), REPEATS)[0] for cond in seen[:4].split(1)]
         row["us"] = statistics.median(times)
         if expected is None:
             expected = found
@@ -81,14 +75,13 @@ def rows(
             row["sweeps"], row["most sweeps"] = statistics.mean(sweeps), max(sweeps)
             row["rms error"] = error.square().mean().sqrt().item()
             row["largest error"] = error.abs().max().item()
-        row["success"] = success(policy, sampler, episodes)
+        row["success"] = _success(policy, sampler, device)
         table.append(row)
     return table
 
 
-def success(policy: train.Policy, sampler: Callable[..., Tensor], episodes: int) -> float:
+def _success(policy: train.Policy, sampler: Callable[..., Tensor], device: torch.device) -> float:
     """The share of closed-loop episodes that succeed, every chunk sampled alone."""
-    device = next(policy.network.parameters()).device
     generator = torch.Generator().manual_seed(2)
     noise = torch.Generator(device).manual_seed(3)
 
@@ -96,4 +89,4 @@ def success(policy: train.Policy, sampler: Callable[..., Tensor], episodes: int)
         seen = policy.network.encoder(observation.to(device))
         return torch.cat([sampler(c, generator=noise) for c in seen.split(1)]).float().cpu()
 
-    return rollout(W.sample_worlds(episodes, generator), plan, generator).summary()["success"]
+    return rollout(W.sample_worlds(EPISODES, generator), plan, generator).summary()["success"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dpa.bench.timing import device_us
-from dpa.library.capture import capturing, leaving_failed
+from dpa.bench.timing import device_us, graphed
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.sampler import DiffusionSampler
 from dpa.schedulers.tables import StepTable
@@ -153,7 +151,7 @@ def profile(
         for _ in range(runs)
     ]
     phases, actions, total = _shares(torch.stack(records).cpu())
-    step = step_us(packed, noise, cond)
+    step = _step_us(packed, noise, cond)
     layers = tuple(
         LayerTime(name, channels, times, *(step * share / total for share in shares))
         for (name, channels, times), shares in zip(
@@ -211,32 +209,14 @@ def _convolutions(down_dims: list[int], horizon: int) -> list[tuple[str, int, in
     return found
 
 
-def captured_loop(
-    packed: PackedUnet, noise: Tensor, global_cond: Tensor | None, steps: int
-) -> Callable[[], None]:
-    """Capture a loop of ``steps`` steps of a made-up table; return what replays it."""
-    timesteps = torch.arange(steps, 0, -1, device=noise.device).float()
-    table = torch.tensor([1.1, -0.4, 0.5, 0.4, 0.05, 0.0], device=noise.device).repeat(steps, 1)
-
-    def loop() -> Tensor:
-        return packed.sample(noise, timesteps, table, 1.0, global_cond=global_cond)
-
-    loop()
-    graph = torch.cuda.CUDAGraph()
-    with leaving_failed(noise.device, graph), capturing(graph):
-        loop()
-
-    def replay(reads: Callable[[], Tensor] = loop) -> None:  # keeps the graph's inputs alive
-        graph.replay()
-
-    return replay
-
-
-def step_us(
-    packed: PackedUnet, noise: Tensor, global_cond: Tensor | None, repeats: int = 61
-) -> float:
+def _step_us(packed: PackedUnet, noise: Tensor, global_cond: Tensor | None) -> float:
     """Microseconds of a step inside the loop: (40 steps - 20 steps) / 20, of medians."""
-    short, long = (
-        device_us(captured_loop(packed, noise, global_cond, n), repeats) for n in (20, 40)
-    )
-    return (long - short) / 20
+    row = torch.tensor([1.1, -0.4, 0.5, 0.4, 0.05, 0.0], device=noise.device)
+
+    def loop_us(steps: int) -> float:
+        timesteps = torch.arange(steps, 0, -1, device=noise.device).float()
+        table = row.repeat(steps, 1)
+        loop = lambda: packed.sample(noise, timesteps, table, 1.0, global_cond=global_cond)  # noqa: E731
+        return device_us(graphed(loop, 1), 61)
+
+    return (loop_us(40) - loop_us(20)) / 20

@@ -13,7 +13,7 @@ from torch import nn
 
 import dpa
 from dpa.bench import compiled, parallel
-from dpa.bench.ahead import Process
+from dpa.bench.ahead import Process, answers
 from dpa.bench.bars import bars
 from dpa.bench.networks import LOOPS, Network
 from dpa.bench.timing import device_us, device_us_alternated, latency
@@ -41,14 +41,12 @@ def conv_bytes(unet: nn.Module, dtype: torch.dtype) -> int:
     return sum(p.numel() for p in unet.parameters() if p.dim() == 3) * dtype.itemsize
 
 
-def step_us(
-    size: Network, unet: nn.Module, dtype: torch.dtype, batch: int, repeats: int = 31
-) -> float:
+def step_us(size: Network, unet: nn.Module, dtype: torch.dtype, batch: int) -> float:
     """Microseconds of a step inside the loop: (40 steps - 20 steps) / 20, of medians."""
     cond = torch.randn(batch, size.cond_dim, device="cuda")
     long, short = (_sampler(size, unet, dtype, "DDIM", count) for count in (40, 20))
     loops = {"long": partial(long, cond), "short": partial(short, cond)}
-    took = device_us_alternated(loops, repeats)  # in turns: a disturbance meets both
+    took = device_us_alternated(loops, 31)  # in turns: a disturbance meets both
     return (took["long"].median - took["short"].median) / 20
 
 
@@ -80,8 +78,16 @@ def _sampler(
     return dpa.DiffusionSampler(unet, live, steps, dtype, horizon=size.horizon)
 
 
-class Run:
-    """A run of the benchmark, in stages that give rows of tables: "steps", "loops", "parallel".
+def stages(
+    networks: Sequence[str],
+    batches: Sequence[int] | None = None,
+    plain: bool = True,
+    train_steps: int = 0,
+    others: Sequence[Process] = (),
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Stages that give rows of "steps", "loops" and "parallel", to be called in order.
+
+    Each can be left out, for a run that goes on.
 
     Args:
         networks: names of :data:`LOOPS`.
@@ -91,60 +97,47 @@ class Run:
         others: processes that must be ready, too, before anything is measured.
 
     """
+    sizes = [size for size in LOOPS if size.name in networks]
+    found = {size.name: partial(_steps, size, batches, plain, others) for size in sizes}
+    found |= {f"{size.name}, loops": partial(_loops, size, plain) for size in sizes[:1]}
+    if train_steps:
+        found["parallel sampling"] = lambda: {"parallel": parallel.rows(train_steps)}
+    return found
 
-    def __init__(
-        self,
-        networks: Sequence[str] = tuple(size.name for size in LOOPS),
-        batches: Sequence[int] | None = None,
-        plain: bool = True,
-        train_steps: int = parallel.TRAIN_STEPS,
-        others: Sequence[Process] = (),
-    ):
-        self._sizes = [size for size in LOOPS if size.name in networks]
-        self._batches, self._plain, self._train_steps = batches, plain, train_steps
-        self._others = others
 
-    def stages(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """The stages, to be called in order; each can be left out, for a run that goes on."""
-        found = {size.name: partial(self._network, size) for size in self._sizes}
-        found |= {f"{size.name}, loops": partial(self._loops, size) for size in self._sizes[:1]}
-        if self._train_steps:
-            found["parallel sampling"] = self._parallel
-        return found
+def _steps(
+    size: Network, batches: Sequence[int] | None, plain: bool, others: Sequence[Process]
+) -> dict[str, Any]:
+    """Compile first, so that nothing else runs where something is measured."""
+    theirs = compiled.compiling(size) if plain else []
+    for process in others:
+        process.wait()
+    rows = answers(theirs)
+    unet = size.build().eval()
+    for batch in batches or (1, size.many):
+        for label, dtype in DTYPES.items():
+            if batch == 1 or label != "float32":
+                us = step_us(size, unet, dtype, batch)
+                rows.append({"batch": batch, "weights": label, "how": "dpa", "us": us})
+    return {"steps": [_beside_floor(size, unet, row) for row in rows]}
 
-    def _network(self, size: Network) -> dict[str, Any]:
-        """Compile first, so that nothing else runs where something is measured."""
-        theirs = compiled.compiling(size) if self._plain else []
-        for process in (*theirs, *self._others):
-            process.wait()
-        unet = size.build().eval()
-        rows = [process.answer() for process in theirs]
-        for batch in self._batches or (1, size.many):
-            for label, dtype in DTYPES.items():
-                if batch == 1 or label != "float32":
-                    us = step_us(size, unet, dtype, batch)
-                    rows.append({"batch": batch, "weights": label, "how": "dpa", "us": us})
-        return {"steps": [self._beside_floor(size, unet, row) for row in rows]}
 
-    def _loops(self, size: Network) -> dict[str, Any]:
-        unet = size.build().eval()
-        steps, found = [], []
-        for label in ("bfloat16", "float32") if self._plain else ():
-            step, rows = compiled.eager(size, unet, DTYPES[label])
-            steps.append(self._beside_floor(size, unet, step))
-            found += rows
-        for dtype in DTYPES.values():
-            found += loops(size, unet, dtype)
-        found = [{"network": size.name} | row for row in found]
-        return {"steps": steps, "loops": found, "read TB/s": read_rate() * 1e-12}
+def _loops(size: Network, plain: bool) -> dict[str, Any]:
+    unet = size.build().eval()
+    steps, found = [], []
+    for label in ("bfloat16", "float32") if plain else ():
+        step, rows = compiled.eager(size, unet, DTYPES[label])
+        steps.append(_beside_floor(size, unet, step))
+        found += rows
+    for dtype in DTYPES.values():
+        found += loops(size, unet, dtype)
+    found = [{"network": size.name} | row for row in found]
+    return {"steps": steps, "loops": found, "read TB/s": read_rate() * 1e-12}
 
-    def _parallel(self) -> dict[str, Any]:
-        policy = parallel.trained(self._train_steps)
-        return {"parallel": parallel.rows(policy, torch.bfloat16)}
 
-    def _beside_floor(self, size: Network, unet: nn.Module, row: Row) -> Row:
-        floor = conv_bytes(unet, DTYPES[row["weights"]]) / read_rate() * 1e6
-        return {"network": size.name} | row | {"floor us": floor, "x floor": row["us"] / floor}
+def _beside_floor(size: Network, unet: nn.Module, row: Row) -> Row:
+    floor = conv_bytes(unet, DTYPES[row["weights"]]) / read_rate() * 1e6
+    return {"network": size.name} | row | {"floor us": floor, "x floor": row["us"] / floor}
 
 
 def finished(results: dict[str, Any]) -> dict[str, Any]:

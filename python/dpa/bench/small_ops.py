@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dpa
 from dpa.bench.ahead import on_request
-from dpa.bench.timing import Spread, device_us_alternated, graphed, host_us_alternated
+from dpa.bench.timing import device_us_alternated, graph_us, host_us_alternated
 
 _Runs = dict[str, Callable[[], object]]
 _SIZES = (2**20, 2**26)  # of the element-wise ops
@@ -28,12 +28,6 @@ _ELEMENTWISE = {
 }
 # A kernel for each size, so that the order of compilation does not matter.
 _compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
-
-
-def _graph_us(runs: _Runs, rounds: int, copies: int) -> dict[str, Spread]:
-    """A run's time inside a CUDA graph of so many copies of it."""
-    graphs = {name: graphed(run, copies) for name, run in runs.items()}
-    return {name: t / copies for name, t in device_us_alternated(graphs, rounds).items()}
 
 
 def elementwise(size: int) -> list[dict[str, Any]]:
@@ -53,7 +47,7 @@ def elementwise(size: int) -> list[dict[str, Any]]:
         }
         runs["torch.compile"]()
         small = size <= 2**20
-        graph = _graph_us(runs, *((200, 100) if small else (20, 5)))
+        graph = graph_us(runs, *((200, 100) if small else (20, 5)))
         host = host_us_alternated(runs) if small else {}
         for how in runs:
             row = {"op": name, "floats": size, "how": how, "graph": graph[how].median}
@@ -92,11 +86,11 @@ def lltm(batch: int, features: int, state: int) -> list[dict[str, Any]]:
     both = {how: _train(cell, leaves) for how, cell in cells.items()}
     with torch.no_grad():
         columns = {
-            "forward, graph": _graph_us(forwards, 100, 50),
+            "forward, graph": graph_us(forwards, 100, 50),
             "forward, call": device_us_alternated(forwards, 40, inner=20),
             "forward, host": host_us_alternated(forwards),
         }
-    columns["both, graph"] = _graph_us(both, 40, 20)
+    columns["both, graph"] = graph_us(both, 40, 20)
     columns["both, call"] = device_us_alternated(both, 40, inner=20)
     sizes = f"lltm {batch} x {features} x {state}"
     return [
@@ -109,16 +103,13 @@ def call_cost() -> list[dict[str, Any]]:
     """Host time of each op, called from Python, beside an aten op of as many tensors."""
     new = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
     aten, ours = torch.ops.aten, torch.ops.dpa
-    x, y, v, index = (
-        new(16, 8),
-        new(16, 8),
-        new(8),
-        torch.zeros((), dtype=torch.long, device="cuda"),
-    )
+    x, y, v = new(16, 8), new(16, 8), new(8)
+    index = torch.zeros((), dtype=torch.long, device="cuda")
     signal, kernel = new(2, 8, 16), new(8, 8, 3)
     table, constants, bias = new(4, 6), new(4, 5), new(32)
     gates, cell = (new(16, 32), new(16, 32), new(16, 8)), (x, new(24, 16), new(24), y, y)
     norm = lambda x: aten.native_group_norm.default(x, v, v, 2, 8, 16, 4, 1e-5)  # noqa: E731
+    batch_norm = lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5)  # noqa: E731
     pairs = [
         ("elementwise_mult", lambda: ours.elementwise_mult(x, y), "mul", lambda: aten.mul(x, y)),
         ("fused_relu_add", lambda: ours.fused_relu_add(x, y, 0.5), "add", lambda: aten.add(x, y)),
@@ -132,13 +123,13 @@ def call_cost() -> list[dict[str, Any]]:
             "scheduler_step",
             lambda: ours.scheduler_step(x, y, table, index, y, 1.0),
             "native_batch_norm",
-            lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5),
+            batch_norm,
         ),
         (
             "denoise",
             lambda: ours.denoise(x, y, constants, index, y),
             "native_batch_norm",
-            lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5),
+            batch_norm,
         ),
         (
             "group_norm_mish",
@@ -153,16 +144,14 @@ def call_cost() -> list[dict[str, Any]]:
             lambda: norm(aten.convolution(signal, kernel, v, [1], [1], [1], False, [0], 1)),
         ),
     ]
-    runs = {
-        f"{kind} {i}": run
-        for i, (_, a, _, b) in enumerate(pairs)
-        for kind, run in zip("da", (a, b), strict=True)
-    }
+    runs = {}
+    for name, mine, other, theirs in pairs:
+        runs |= {(name, "dpa"): mine, (name, other): theirs}
     with torch.no_grad():
         host = host_us_alternated(runs)
     rows = []
-    for i, (name, _, other, _) in enumerate(pairs):
-        mine, theirs = host[f"d {i}"].median, host[f"a {i}"].median
+    for name, _, other, _ in pairs:
+        mine, theirs = host[name, "dpa"].median, host[name, other].median
         rows.append(
             {"op": name, "host": mine, "aten": other, "its host": theirs, "ratio": mine / theirs}
         )

@@ -40,11 +40,9 @@ def latency(run: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 def latency_us(run: Callable[[], object]) -> float:
     """Microseconds of one call, to its result on the device."""
-    _synchronize()
-    begin = time.perf_counter()
-    run()
-    _synchronize()
-    return (time.perf_counter() - begin) * 1e6
+    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    finish()
+    return wall_us(lambda: (run(), finish()))
 
 
 def in_turns(
@@ -102,15 +100,23 @@ class Spread:
 
 
 def device_us_alternated(
-    runs: dict[str, Callable[[], object]], rounds: int, inner: int = 1
-) -> dict[str, Spread]:
+    runs: Mapping[Key, Callable[[], object]], rounds: int, inner: int = 1
+) -> dict[Key, Spread]:
     """As :func:`device_us` for several runs, in turns."""
     return _alternated(runs, rounds, lambda run: _device_us(run, inner))
 
 
+def graph_us(
+    runs: Mapping[Key, Callable[[], object]], rounds: int, copies: int = 1
+) -> dict[Key, Spread]:
+    """A run's time on the GPU inside a CUDA graph of so many copies of it, in turns."""
+    graphs = {key: graphed(run, copies) for key, run in runs.items()}
+    return {key: t / copies for key, t in device_us_alternated(graphs, rounds).items()}
+
+
 def host_us_alternated(
-    runs: dict[str, Callable[[], object]], rounds: int = 100, inner: int = 20
-) -> dict[str, Spread]:
+    runs: Mapping[Key, Callable[[], object]], rounds: int = 100, inner: int = 20
+) -> dict[Key, Spread]:
     """Host microseconds per call; the device queue is empty at the start."""
 
     def measure(run: Callable[[], object]) -> float:
@@ -121,13 +127,11 @@ def host_us_alternated(
 
 
 def _alternated(
-    runs: dict[str, Callable[[], object]],
-    rounds: int,
-    measure: Callable[[Callable[[], object]], float],
-) -> dict[str, Spread]:
+    runs: Mapping[Key, Run], rounds: int, measure: Callable[[Run], float]
+) -> dict[Key, Spread]:
     warm_up = max(3, rounds // 10)
     times = in_turns(runs, range(warm_up + rounds), measure, warm_up)
-    return {name: Spread.of(values) for name, values in times.items()}
+    return {key: Spread.of(values) for key, values in times.items()}
 
 
 def graphed(run: Callable[[], object], copies: int = 20, warm_up: int = 3) -> Callable[[], None]:
@@ -142,12 +146,11 @@ def graphed(run: Callable[[], object], copies: int = 20, warm_up: int = 3) -> Ca
     with leaving_failed(torch.device("cuda"), graph), capturing(graph):
         for _ in range(copies):
             run()
-    return graph.replay
 
+    def replay(_reads: object = run) -> None:  # keeps the graph's inputs alive
+        graph.replay()
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return replay
 
 
 def wall_us(run: Callable[[], object], inner: int = 1) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpa
+from dpa.bench.ahead import Process, answers, on_request
 from dpa.bench.networks import LOOPS, NET_80M, NET_252M, Network
 from dpa.bench.timing import device_us, graphed
+from dpa.library.devices import choose_device
 from dpa.training import EMA, AdamW, graph_calls
 
 Row = dict[str, Any]
-Alone = contextlib.AbstractContextManager[None]
 
 EAGER, COMPILED, DPA = "eager", "torch.compile", "dpa"
 CALLS = "dpa.accelerate"  # PyTorch's network accelerated in place: its calls replay graphs
@@ -82,14 +82,11 @@ CASES = (
 SMALL = (Case(Network("0.3 M", (32, 64), 32, 20), 16),)
 
 
-def measure(
-    case: Case, way: str, repeats: int = 20, alone: Callable[[], Alone] = contextlib.nullcontext
-) -> Row:
+def measure(case: Case, way: str, repeats: int = 20) -> Row:
     """Microseconds of a case called and in a CUDA graph, and the peak memory in MiB.
 
     Called means a plain loop that waits for nothing, the mean of five steps in a row. Gradients are
-    set to None at the start of each. ``alone`` gives the device to this process, after the first
-    call.
+    set to None at the start of each.
 
     ``step`` is a whole step in a graph: the pass, AdamW and the averages of all parameters, dpa's
     in one op, the others' by PyTorch's fused and foreach kernels.
@@ -98,40 +95,53 @@ def measure(
     a graph, captures among them. It counts requested bytes. The allocator's blocks are up to 1 MiB
     larger, depending on what was freed before; their sum is ``allocated MiB``, called.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    row: Row = {"network": case.network.name, "batch": case.batch}
-    row |= {"what": case.what, "how": way, "called": None, "graph": None, "step": None}
-    row |= {"peak MiB": None, "allocated MiB": None, "replayed MiB": None}
-    with _allow_tf32(case.tf32):
-        model = build(case.network, way, device)
-        work = _work(case, way, model)
-        work()
-        with alone():
-            row["called"] = device_us(work, max(repeats // 2, 3), inner=5)
-            if device.type == "cuda":
-                model.zero_grad(set_to_none=True)
-                # Nothing changes weights between two replays of a forward pass.
-                frozen = contextlib.nullcontext() if case.backward else dpa.fixed_weights()
-                with frozen:
-                    if way != CALLS:
-                        row["graph"] = device_us(graphed(work, 1), repeats)
-                if case.backward and way != CALLS:
-                    model.zero_grad(set_to_none=True)
-                    step = whole_step(work, model, way)  # has the optimizer's memory
-                    row["step"] = device_us(graphed(step, 1), repeats)
-                    del step
-                if case.backward:
-                    if way == CALLS:
-                        graph_calls(model)  # captured anew, so that the captures count
-                    row["peak MiB"], row["allocated MiB"] = _peak_of_steps(work, model)
-                    if way == CALLS:  # replay in any case
-                        row["replayed MiB"] = row["peak MiB"]
-                    else:
-                        row["replayed MiB"], _ = _peak_of_steps(work, model, replayed=True)
+    with _tried(case, way) as (model, work):
+        row = _measured(case, way, model, work, repeats)
     del model, work
     gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return row
+
+
+@contextlib.contextmanager
+def _tried(case: Case, way: str) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
+    """The model and what is timed, after its first call."""
+    with _allow_tf32(case.tf32):
+        model = build(case.network, way, choose_device("auto"))
+        work = _work(case, way, model)
+        work()
+        yield model, work
+
+
+def _measured(
+    case: Case, way: str, model: nn.Module, work: Callable[[], None], repeats: int = 20
+) -> Row:
+    row: Row = {"network": case.network.name, "batch": case.batch}
+    row |= {"what": case.what, "how": way}
+    row["called"] = device_us(work, max(repeats // 2, 3), inner=5)
+    row |= dict.fromkeys(("graph", "step", "peak MiB", "allocated MiB", "replayed MiB"))
+    if not next(model.parameters()).is_cuda:
+        return row
+    model.zero_grad(set_to_none=True)
+    # Nothing changes weights between two replays of a forward pass.
+    frozen = contextlib.nullcontext() if case.backward else dpa.fixed_weights()
+    with frozen:
+        if way != CALLS:
+            row["graph"] = device_us(graphed(work, 1), repeats)
+    if case.backward and way != CALLS:
+        model.zero_grad(set_to_none=True)
+        step = whole_step(work, model, way)  # has the optimizer's memory
+        row["step"] = device_us(graphed(step, 1), repeats)
+        del step
+    if case.backward:
+        if way == CALLS:
+            graph_calls(model)  # captured anew, so that the captures count
+        row["peak MiB"], row["allocated MiB"] = _peak_of_steps(work, model)
+        if way == CALLS:  # replay in any case
+            row["replayed MiB"] = row["peak MiB"]
+        else:
+            row["replayed MiB"], _ = _peak_of_steps(work, model, replayed=True)
     return row
 
 
@@ -219,34 +229,20 @@ def _allow_tf32(allow: bool) -> Iterator[None]:
             backend.allow_tf32 = value
 
 
-def measure_compiled(cases: Sequence[Case] = CASES) -> list[Row]:
-    """Rows of torch.compile, each from a process of its own.
-
-    They compile at once, which saves minutes, and measure one after the other once all are done.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    runs = [(case, COMPILED) for case in cases]
-    runs += [(case, HALVES) for case in cases if not case.backward]
-    turns = spawn.Barrier(len(runs)), spawn.Lock()
-    with ProcessPoolExecutor(len(runs), spawn, _take_turns, turns) as pool:
-        return list(pool.map(_compiled_row, runs))
+def measure_compiled() -> list[Row]:
+    """Rows of torch.compile, each from a process of its own; they compile at once."""
+    runs = [(case, COMPILED) for case in CASES]
+    runs += [(case, HALVES) for case in CASES if not case.backward]
+    return answers([Process(__name__, case.name, way) for case, way in runs])
 
 
-_turns: list[Any] = []
+def _measure_compiled(name: str, way: str) -> None:
+    """Compile, and measure on request."""
+    case = next(case for case in CASES if case.name == name)
+    with _tried(case, way) as (model, work):
+        torch.cuda.synchronize()
+        on_request(lambda: _measured(case, way, model, work))
 
 
-def _take_turns(*turns: Any) -> None:
-    _turns[:] = turns
-
-
-@contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    torch.cuda.synchronize()
-    everyone_compiled, lock = _turns
-    everyone_compiled.wait()
-    with lock:
-        yield
-
-
-def _compiled_row(run: tuple[Case, str]) -> Row:
-    return measure(*run, alone=_turn)
+if __name__ == "__main__":
+    _measure_compiled(*sys.argv[1:])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dpa
-from dpa.bench.timing import device_us_alternated, graphed
+from dpa.bench.timing import graph_us
 
 SIZES = ((1024, 512, 16), (4096, 512, 16))
 _GROUPS = 8
@@ -43,13 +43,10 @@ def run() -> list[dict[str, Any]]:
         runs = {}
         for how, (op, given, grad_out) in ways.items():
             leaves = [t.detach().requires_grad_() for t in (given, weight, bias, scale, shift)]
-            runs[how] = graphed(
-                lambda op=op, leaves=leaves, grad_out=grad_out: torch.autograd.grad(
-                    op(*leaves), leaves, grad_out
-                ),
-                _COPIES,
+            runs[how] = lambda op=op, leaves=leaves, grad_out=grad_out: torch.autograd.grad(
+                op(*leaves), leaves, grad_out
             )
-        us = {how: t.median / _COPIES for how, t in device_us_alternated(runs, 20).items()}
+        us = {how: t.median for how, t in graph_us(runs, 20, copies=10).items()}
         floor = 5 * x.numel() * rate  # x twice and the gradient read, two results written
         rows.append({"B, C, T": f"{batch}, {channels}, {length}"} | us | {"floor": floor})
     return rows
@@ -59,8 +56,5 @@ def _copy_us_an_element() -> float:
     """Half of what copying a tensor of the largest size takes."""
     x = torch.randn(max(SIZES), device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(x)
-    us = device_us_alternated({"copy": graphed(lambda: target.copy_(x), _COPIES)}, 20)["copy"]
-    return us.median / _COPIES / (2 * x.numel())
-
-
-_COPIES = 10
+    us = graph_us({"copy": lambda: target.copy_(x)}, 20, copies=10)["copy"]
+    return us.median / (2 * x.numel())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpa.bench.networks import NET_80M
-from dpa.bench.timing import device_us_alternated, graphed
+from dpa.bench.timing import graph_us
 from dpa.bench.train import DPA, EAGER, build, whole_step
 
 
@@ -19,26 +19,24 @@ def run() -> list[dict[str, Any]]:
     parameter, gradient, two moments and average are read, all but the gradient are written.
     """
     device = torch.device("cuda")
-    steps, runs, parameters = [], {}, []
+    runs, parameters = {}, []
     for way in (EAGER, DPA):
         model = build(NET_80M, way, device)
         parameters = list(model.parameters())
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        steps.append(whole_step(lambda: None, model, way))  # a graph keeps no memory of others
-        runs[way] = graphed(steps[-1], 1)
+        runs[way] = whole_step(lambda: None, model, way)
     count = sum(parameter.numel() for parameter in parameters)
-    us = {name: t.median for name, t in device_us_alternated(runs, 20).items()}
-    floor = 9 * 4 * count / read_write_bytes_a_us(device)
+    us = {name: t.median for name, t in graph_us(runs, 20).items()}
+    floor = 9 * 4 * count / _read_write_bytes_a_us(device)
     row = {"what": f"AdamW and EMA of {count / 1e6:.1f} M parameters", "floor": floor}
     return [row | {"PyTorch, fused and foreach": us[EAGER], "dpa": us[DPA]}]
 
 
-def read_write_bytes_a_us(device: torch.device) -> float:
+def _read_write_bytes_a_us(device: torch.device) -> float:
     """Bytes read and written in a microsecond by a copy or by scaling in place, the faster."""
     x: Tensor = torch.zeros(2**28, device=device)
     to = torch.empty_like(x)
     ways = {"copy": lambda: to.copy_(x), "in place": lambda: to.mul_(1.5)}
-    runs = {name: graphed(way, 1) for name, way in ways.items()}
-    fastest = min(t.median for t in device_us_alternated(runs, 20).values())
+    fastest = min(t.median for t in graph_us(ways, 20).values())
     return 2 * x.nbytes / fastest
