@@ -31,7 +31,7 @@ FOUND = {
     ],
 )
 def test_the_parts_are_the_whole(times, expected):
-    found = call_profile.parts({("dpa", part): value for part, value in times.items()}, "dpa")
+    found = call_profile.parts(times, 10)
     assert tuple(found[part] for part in call_profile.PARTS) == expected
     assert sum(expected) == found["whole call"]
 

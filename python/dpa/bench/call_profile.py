@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from dpa.bench.checkpoint import Options, calls_of, found_of, subjects
-from dpa.bench.timing import medians
-from dpa.library.devices import choose_device
+from dpa.bench.checkpoint import Options, compared, subjects
 
 PARTS = ("preprocessing", "encoder", "loop", "host")
 _WARM_UP = 3  # compare, capture, replay
@@ -28,25 +24,19 @@ def profile(options: Options) -> dict[str, Any]:
         ValueError: the checkpoint, or the device, is refused; the message says why.
 
     """
-    device = choose_device(options.device)
-    with torch.no_grad():
-        plain, fast = subjects(options, device)
-        calls = calls_of(plain, fast, ("whole", "prepare", "chunk", "loop"))
-        for call in list(calls.values()) * _WARM_UP:
-            call()
-        times = medians(calls, options.seconds)
-    return found_of(options, device, fast, lambda name: parts(times, name))
+    kinds = ("whole", "prepare", "chunk", "loop")
+    return compared(options, *subjects(options), kinds, parts, _WARM_UP)
 
 
-def parts(times: dict[tuple[str, str], float], name: str) -> dict[str, float]:
+def parts(times: dict[str, float], _steps: int) -> dict[str, float]:
     """Milliseconds of the whole call and of :data:`PARTS`; none is below zero, as noise makes it.
 
     Where only a loop was measured, it is the whole.
     """
-    whole = times[name, "whole"]
-    loop = min(times.get((name, "loop"), whole), whole)
-    chunk = min(max(times.get((name, "chunk"), loop), loop), whole)
-    prepare = min(times.get((name, "prepare"), 0.0), whole - chunk)
+    whole = times["whole"]
+    loop = min(times.get("loop", whole), whole)
+    chunk = min(max(times.get("chunk", loop), loop), whole)
+    prepare = min(times.get("prepare", 0.0), whole - chunk)
     host = whole - chunk - prepare
     found = (prepare, chunk - loop, loop, host)
     return {"whole call": whole} | dict(zip(PARTS, found, strict=True))

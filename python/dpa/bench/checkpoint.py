@@ -8,12 +8,14 @@ Plain and accelerated calls take turns, so that a machine that is busier for a w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 import dpa
@@ -51,8 +53,8 @@ class Subject:
         what: in words.
         steps: of the denoising loop.
         whole: from the observation to the actions.
+        network: one evaluation of the network, None of an accelerated one.
         loop: the denoising loop alone, None where it is the whole.
-        network: one evaluation of the network.
         chunk: from the prepared observation to a chunk of actions: encoders and loop.
         prepare: the preprocessing of an observation.
         how: notes on how it runs.
@@ -62,7 +64,7 @@ class Subject:
     what: str
     steps: int
     whole: Call
-    network: Call
+    network: Call | None = None
     loop: Call | None = None
     chunk: Call | None = None
     prepare: Call | None = None
@@ -79,24 +81,18 @@ def measure(options: Options) -> dict[str, Any]:
         ValueError: the checkpoint, or the device, is refused; the message says why.
 
     """
-    device = choose_device(options.device)
+    plain, fast = subjects(options)
     with torch.no_grad():
-        plain, fast = subjects(options, device)
         first = latency_us(fast.whole) / 1e3  # compares, packs, captures
-        calls = calls_of(plain, fast, ("whole", "loop"))
-        calls["plain", "network"] = plain.network
-        times = medians(calls, options.seconds)
-    found = found_of(options, device, fast, lambda name: _parts(times, name, plain.steps))
+    found = compared(options, plain, fast, ("whole", "loop", "network"), _parts)
     return found | {"first call ms": first}
 
 
-def _parts(times: dict[Any, float], name: str, steps: int) -> dict[str, float]:
+def _parts(times: dict[str, float], steps: int) -> dict[str, float]:
     """Milliseconds by :data:`PARTS`. No part is below zero, which noise could make it."""
-    whole = times[name, "whole"]
-    loop = times.get((name, "loop"), whole)
-    network = loop
-    if name == "plain":
-        network = min(times[name, "network"] * steps, loop)
+    whole = times["whole"]
+    loop = times.get("loop", whole)
+    network = min(times["network"] * steps, loop) if "network" in times else loop
     return {
         "whole call": whole,
         "preparation": max(whole - loop, 0.0),
@@ -105,39 +101,69 @@ def _parts(times: dict[Any, float], name: str, steps: int) -> dict[str, float]:
     }
 
 
-def calls_of(plain: Subject, fast: Subject, parts: Sequence[str]) -> dict[tuple[str, str], Call]:
-    """Return the calls that there are of these parts, by ("plain" or "dpa", part)."""
-    subjects = {"plain": plain, "dpa": fast}
-    return {
-        (name, part): call
-        for name, subject in subjects.items()
-        for part in parts
-        if (call := getattr(subject, part)) is not None
-    }
-
-
-def found_of(
+def compared(
     options: Options,
-    device: torch.device,
+    plain: Subject,
     fast: Subject,
-    parts: Callable[[str], dict[str, float]],
+    calls: Sequence[str],
+    parts: Callable[[dict[str, float], int], dict[str, float]],
+    warm_up: int = 1,
 ) -> dict[str, Any]:
-    """Return what was measured, ready for JSON; ``parts`` gives a kind's times by their names."""
-    found = {
+    """Measure the calls that there are of both in turns; return what was found, ready for JSON.
+
+    ``parts`` makes a subject's milliseconds by name of those of its calls, and of its steps.
+    """
+    subjects = {"plain": plain, "dpa": fast}
+    found_calls = {
+        (name, call): run
+        for name, subject in subjects.items()
+        for call in calls
+        if (run := getattr(subject, call)) is not None
+    }
+    with torch.no_grad():
+        times = medians(found_calls, options.seconds, warm_up)
+    ms = {
+        name: parts({call: times[who, call] for who, call in times if who == name}, subject.steps)
+        for name, subject in subjects.items()
+    }
+    return {
         "checkpoint": str(options.checkpoint),
         "what": fast.what,
         "steps": fast.steps,
-        "device": device_name(device),
+        "device": device_name(choose_device(options.device)),
         "torch": torch.__version__,
-        "plain": parts("plain"),
-        "dpa": parts("dpa"),
+        **ms,
         "how": fast.how,
+        "times faster": ms["plain"]["whole call"] / ms["dpa"]["whole call"],
     }
-    return found | {"times faster": found["plain"]["whole call"] / found["dpa"]["whole call"]}
 
 
-def subjects(options: Options, device: torch.device) -> tuple[Subject, Subject]:
+def show(
+    found: dict[str, Any], parts: Sequence[str], notes: Sequence[str], shares: bool = False
+) -> None:
+    """Print the parts of what was found, on request with their shares of the whole call."""
+    console = Console(highlight=False)
+    console.print(f"{found['what']}, {found['steps']} steps, on {found['device']}", markup=False)
+    share = ["of it"] if shares else []
+    columns = ("ms, median", "plain", *share, "dpa", *share, "plain / dpa")
+    table = Table(*columns, box=None, header_style="bold")
+    for part in parts:
+        cells = []
+        for ms in (found["plain"], found["dpa"]):
+            cells.append(f"{ms[part]:.2f}")
+            if shares:
+                cells.append(f"{ms[part] / ms['whole call']:.0%}")
+        plain, fast = found["plain"][part], found["dpa"][part]
+        table.add_row(part, *cells, f"{plain / fast:.1f}" if fast else "")
+    console.print(table)
+    for line in notes:
+        console.print(line, markup=False)
+
+
+@torch.no_grad()
+def subjects(options: Options) -> tuple[Subject, Subject]:
     """Return what is measured of a checkpoint: plain, and accelerated."""
+    device = choose_device(options.device)
     return (_lerobot if _is_lerobot(options.checkpoint) else _loop)(options, device)
 
 
@@ -154,7 +180,7 @@ def _lerobot(options: Options, device: torch.device) -> tuple[Subject, Subject]:
     plain = _lerobot_subject(LeRobotPolicy(options.checkpoint, device, options.steps))
     policy = LeRobotPolicy(options.checkpoint, device, options.steps)
     dpa.accelerate(policy.policy, options.dtype)
-    fast = _lerobot_subject(policy)
+    fast = replace(_lerobot_subject(policy), network=None)
     fast.whole()
     fast.how = [
         f"{f['path']} ({f['part']}): {f['how']}" for f in dpa.explain(policy.policy).to_dict()
@@ -243,5 +269,5 @@ def _loop(options: Options, device: torch.device) -> tuple[Subject, Subject]:
     notes = [*source.assumed, "the encoder is not in the file, or not measured"]
     return (
         Subject(what, steps, plain_loop, lambda: network(sample, timestep, None, cond)),
-        Subject(what, steps, lambda: sampler(cond, batch_size=1), lambda: None, how=notes),
+        Subject(what, steps, lambda: sampler(cond, batch_size=1), how=notes),
     )

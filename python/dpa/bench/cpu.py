@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +20,19 @@ def stages(quick: bool = False) -> dict[str, Callable[[], dict[str, Any]]]:
 
     """
     few = tuple(name for name in cpu_rivals.ENGINES if name != "torch.compile")
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    engines, rounds = (few, 2) if quick else (cpu_rivals.ENGINES, 6)
+    batches = (1,) if quick else (1, 16)
     dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
-    found["ops"] = lambda: {"ops": cpu_ops.rows(3 if quick else 25, dtypes)}
-    for batch in (1,) if quick else (1, 16):
-        found[f"U-Net, batch {batch}"] = lambda batch=batch: {
-            "U-Net, forward pass": cpu_unet.forward_rows(
-                cpu_unet.NETWORK,
-                batch,
-                rounds=2 if quick else 6,
-                wanted=few if quick else cpu_rivals.ENGINES,
-            )
-        }
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        "ops": lambda: {"ops": cpu_ops.rows(3 if quick else 25, dtypes)}
+    }
+    for batch in batches:
+        forward = partial(cpu_unet.forward_rows, cpu_unet.NETWORK, batch, rounds, engines)
+        found[f"U-Net, batch {batch}"] = lambda rows=forward: {"U-Net, forward pass": rows()}
     for network in LOOPS[:1] if quick else LOOPS:
-        for batch in (1,) if quick else (1, 16):
-            found[f"{network.name}, batch {batch}"] = lambda network=network, batch=batch: {
-                "a step of the sampler": cpu_unet.loop_rows(
-                    network, batch, rounds=1 if quick else 4
-                )
+        for batch in batches:
+            steps = partial(cpu_unet.loop_rows, network, batch, 1 if quick else 4)
+            found[f"{network.name}, batch {batch}"] = lambda rows=steps: {
+                "a step of the sampler": rows()
             }
     return found

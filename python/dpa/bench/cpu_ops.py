@@ -48,14 +48,15 @@ def _scheduler_step(
     return r[2] * x0 + r[3] * sample + r[4] * output + r[5] * noise
 
 
-def _group_norm_mish(
+def group_norm_mish(
     x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor
 ) -> Tensor:
+    """The composition of PyTorch's ops, of 8 groups."""
     return F.mish(F.group_norm(x, 8, weight, bias)) * scale[..., None] + shift[..., None]
 
 
 def _conv1d_gnm(x: Tensor, conv: Tensor, conv_bias: Tensor, *norm: Tensor) -> Tensor:
-    return _group_norm_mish(F.conv1d(x, conv, conv_bias, padding=2), *norm)
+    return group_norm_mish(F.conv1d(x, conv, conv_bias, padding=2), *norm)
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -107,7 +108,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
             "group_norm_mish",
             size,
             lambda x, w, b, g, h: ops.group_norm_mish(x, 8, w, b, 1e-5, g, h),
-            _group_norm_mish,
+            group_norm_mish,
             [new(batch, channels, times), *norm],
         )
     for batch, channels, times in ((1, 64, 16), (64, 256, 16)):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import dpa
+from dpa.bench.compiled import scheduler_of
 from dpa.bench.cpu_rivals import ENGINES, Call, Inputs, engines
 from dpa.bench.networks import Network
 from dpa.bench.timing import in_turns, wall_us
@@ -37,11 +38,6 @@ def _milliseconds(calls: dict[Any, Call], rounds: int) -> dict[Any, list[float]]
 
     times = in_turns(calls, range(rounds + 1), measure)
     return {key: [ms for turn in turns for ms in turn] for key, turns in times.items()}
-
-
-def _summary(times: list[float]) -> dict[str, float]:
-    tenths = statistics.quantiles(times, n=10, method="inclusive")
-    return {"median ms": statistics.median(times), "p10 ms": tenths[0], "p90 ms": tenths[-1]}
 
 
 def _network(network: Network, batch: int) -> tuple[nn.Module, Inputs]:
@@ -75,16 +71,14 @@ def forward_rows(
             precision = str(dtype).removeprefix("torch.")
             calls["reading", precision] = _reader(packed)
         times = _milliseconds(calls, rounds)
-    eager = statistics.median(times["eager", "float32"])
-    return [
-        {"batch": batch, "engine": name, "precision": precision}
-        | _summary(times[name, precision])
-        | {
-            "eager / this": eager / statistics.median(times[name, precision]),
-            "error": errors.get((name, precision)),
-        }
-        for name, precision in calls
-    ]
+    eager, rows = statistics.median(times["eager", "float32"]), []
+    for (name, precision), ms in times.items():
+        p10, *_, p90 = statistics.quantiles(ms, n=10, method="inclusive")
+        median = statistics.median(ms)
+        row = {"batch": batch, "engine": name, "precision": precision}
+        row |= {"median ms": median, "p10 ms": p10, "p90 ms": p90, "eager / this": eager / median}
+        rows.append(row | {"error": errors.get((name, precision))})
+    return rows
 
 
 def loop_rows(network: Network, batch: int, rounds: int = 4) -> list[dict[str, Any]]:
@@ -93,9 +87,7 @@ def loop_rows(network: Network, batch: int, rounds: int = 4) -> list[dict[str, A
     Ten DDIM steps from call to result, a tenth of them a step. OpenVINO's column is empty where it
     is not installed.
     """
-    from diffusers import DDIMScheduler
-
-    scheduler = DDIMScheduler(num_train_timesteps=100, beta_schedule="squaredcos_cap_v2")
+    scheduler = scheduler_of("DDIM")
     unet, inputs = _network(network, batch)
     calls: dict[Any, Call] = {}
     with torch.no_grad():

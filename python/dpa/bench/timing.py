@@ -68,12 +68,13 @@ def in_turns(
 def medians(
     calls: Mapping[Key, Callable[[], object]], seconds: float, warm_up: int = 1
 ) -> dict[Key, float]:
-    """Median milliseconds, in turns for about ``seconds``, thrice at least after the warm-up."""
+    """Median milliseconds, after the warm-up in turns for about ``seconds``, thrice at least."""
 
     def rounds() -> Iterator[int]:
+        yield from range(warm_up)
         end = time.perf_counter() + seconds
         for number in range(200):
-            if number >= warm_up + 3 and time.perf_counter() >= end:
+            if number >= 3 and time.perf_counter() >= end:
                 return
             yield number
 
@@ -88,9 +89,6 @@ class Spread:
     median: float
     low: float
     high: float
-
-    def __truediv__(self, n: float) -> Spread:
-        return Spread(self.median / n, self.low / n, self.high / n)
 
     @classmethod
     def of(cls, times: list[float]) -> Spread:
@@ -111,7 +109,7 @@ def graph_us(
 ) -> dict[Key, Spread]:
     """A run's time on the GPU inside a CUDA graph of so many copies of it, in turns."""
     graphs = {key: graphed(run, copies) for key, run in runs.items()}
-    return {key: t / copies for key, t in device_us_alternated(graphs, rounds).items()}
+    return _alternated(graphs, rounds, lambda graph: _device_us(graph, 1) / copies)
 
 
 def host_us_alternated(

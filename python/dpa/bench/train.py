@@ -124,24 +124,20 @@ def _measured(
     if not next(model.parameters()).is_cuda:
         return row
     model.zero_grad(set_to_none=True)
-    # Nothing changes weights between two replays of a forward pass.
-    frozen = contextlib.nullcontext() if case.backward else dpa.fixed_weights()
-    with frozen:
-        if way != CALLS:
-            row["graph"] = device_us(graphed(work, 1), repeats)
-    if case.backward and way != CALLS:
-        model.zero_grad(set_to_none=True)
-        step = whole_step(work, model, way)  # has the optimizer's memory
-        row["step"] = device_us(graphed(step, 1), repeats)
-        del step
-    if case.backward:
-        if way == CALLS:
-            graph_calls(model)  # captured anew, so that the captures count
+    if way == CALLS:  # replay in any case
+        graph_calls(model)  # captured anew, so that the captures count
         row["peak MiB"], row["allocated MiB"] = _peak_of_steps(work, model)
-        if way == CALLS:  # replay in any case
-            row["replayed MiB"] = row["peak MiB"]
-        else:
-            row["replayed MiB"], _ = _peak_of_steps(work, model, replayed=True)
+        row["replayed MiB"] = row["peak MiB"]
+    elif case.backward:
+        row["graph"] = device_us(graphed(work, 1), repeats)
+        model.zero_grad(set_to_none=True)
+        # In an expression, so that the optimizer's memory is free again below.
+        row["step"] = device_us(graphed(whole_step(work, model, way), 1), repeats)
+        row["peak MiB"], row["allocated MiB"] = _peak_of_steps(work, model)
+        row["replayed MiB"], _ = _peak_of_steps(work, model, replayed=True)
+    else:
+        with dpa.fixed_weights():  # nothing changes weights between two replays
+            row["graph"] = device_us(graphed(work, 1), repeats)
     return row
 
 

@@ -40,28 +40,25 @@ _ONE_BUCKET = 1 << 20  # MiB: DDP sends nothing before the last gradient is ther
 
 
 class _Loss(nn.Module):
-    """The network's loss, under autocast."""
+    """A model's loss, under autocast."""
 
-    def __init__(self, unet: nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]):
         super().__init__()
-        self.unet = unet
+        self.model, self.loss = model, loss
 
-    def forward(self, actions: Tensor, timestep: Tensor, cond: Tensor, noise: Tensor) -> Tensor:
-        with torch.autocast(actions.device.type, torch.bfloat16):
-            predicted = self.unet(actions, timestep, None, cond)
-        return F.mse_loss(predicted.float(), noise)
+    def forward(self, *batch: Tensor) -> Tensor:
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
+            return self.loss(self.model, *batch)
 
 
-class _PolicyLoss(nn.Module):
-    """The loss of LeRobot's policy, under autocast."""
+def _unet_loss(
+    unet: nn.Module, actions: Tensor, timestep: Tensor, cond: Tensor, noise: Tensor
+) -> Tensor:
+    return F.mse_loss(unet(actions, timestep, None, cond).float(), noise)
 
-    def __init__(self, policy: nn.Module):
-        super().__init__()
-        self.policy = policy
 
-    def forward(self, *seen: Tensor) -> Tensor:
-        with torch.autocast(seen[0].device.type, torch.bfloat16):
-            return self.policy(dict(zip(_SEEN, seen, strict=True)))[0]
+def _policy_loss(policy: nn.Module, *seen: Tensor) -> Tensor:
+    return policy(dict(zip(_SEEN, seen, strict=True)))[0]
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Unet:
 
     def make(self, team: Ranks) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Its loss, the same weights in every process, and this process's batch."""
-        model = _Loss(build(self.network, DPA, team.device))
+        model = _Loss(build(self.network, DPA, team.device), _unet_loss)
         torch.manual_seed(team.rank)
         return model, self.network.batch(self.batch, team.device)
 
@@ -93,7 +90,7 @@ class Policy:
         policy = dpa.accelerate(case.build(team.device).train())
         torch.manual_seed(team.rank)
         seen = case.batch(self.batch, team.device, 2) | case.actions(self.batch, team.device)
-        return _PolicyLoss(policy), tuple(seen[name] for name in _SEEN)
+        return _Loss(policy, _policy_loss), tuple(seen[name] for name in _SEEN)
 
 
 Subject = Unet | Policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -109,7 +109,7 @@ def bench(
 
     _check_given(context, checkpoint is not None)
     if checkpoint is not None:
-        from dpa.bench.checkpoint import Options, measure
+        from dpa.bench.checkpoint import PARTS, Options, measure, show
 
         path, weights = located(checkpoint), torch_dtype(dtype)
         reading = {"prefix": prefix, "ema": ema, "trust_pickle": trust_pickle}
@@ -118,7 +118,9 @@ def bench(
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            _show(found)
+            ms = found["first call ms"]
+            note = f"dpa's network includes the scheduler's steps; its first call took {ms:.0f} ms"
+            show(found, PARTS, [note, *found["how"]])
         return
     from dpa.bench import command
 
@@ -155,25 +157,3 @@ def _sizes(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"--batches must be positive integers with commas, got {text!r}")
     return [int(part) for part in parts]
-
-
-def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dpa.bench.checkpoint import PARTS
-
-    console = Console(highlight=False)
-    console.print(f"{found['what']}, {found['steps']} steps, on {found['device']}", markup=False)
-    table = Table("ms, median", "plain", "dpa", "plain / dpa", box=None, header_style="bold")
-    for part in PARTS:
-        plain, fast = found["plain"][part], found["dpa"][part]
-        ratio = f"{plain / fast:.1f}" if fast else ""
-        table.add_row(part, f"{plain:.2f}", f"{fast:.2f}", ratio)
-    console.print(table)
-    console.print(
-        f"dpa's network includes the scheduler's steps; its first call took "
-        f"{found['first call ms']:.0f} ms"
-    )
-    for line in found["how"]:
-        console.print(line, markup=False)

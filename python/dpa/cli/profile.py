@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -56,8 +56,9 @@ def profile(
     """
     from rich.console import Console
 
+    from dpa.bench.call_profile import PARTS
     from dpa.bench.call_profile import profile as measure
-    from dpa.bench.checkpoint import Options
+    from dpa.bench.checkpoint import Options, show
     from dpa.bench.plots import draw_call
 
     if out.suffix not in (".png", ".svg", ".pdf"):
@@ -70,29 +71,5 @@ def profile(
     if as_json:
         print(json.dumps(found | {"picture": str(out)}, indent=2))
         return
-    _show(found)
+    show(found, ("whole call", *PARTS), found["how"], shares=True)
     print(f"written: {out}")
-
-
-def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dpa.bench.call_profile import PARTS
-
-    console = Console(highlight=False)
-    console.print(f"{found['what']}, {found['steps']} steps, on {found['device']}", markup=False)
-    columns = ("ms, median", "plain", "of it", "dpa", "of it", "plain / dpa")
-    table = Table(*columns, box=None, header_style="bold")
-    plain, fast = found["plain"], found["dpa"]
-    for part in ("whole call", *PARTS):
-        shares = [
-            text
-            for row in (plain, fast)
-            for text in (f"{row[part]:.2f}", f"{row[part] / row['whole call']:.0%}")
-        ]
-        ratio = f"{plain[part] / fast[part]:.1f}" if fast[part] else ""
-        table.add_row(part, *shares, ratio)
-    console.print(table)
-    for line in found["how"]:
-        console.print(line, markup=False)

@@ -27,14 +27,16 @@ def doctor(as_json: Json = False) -> None:
 
       dpa doctor --json
     """
-    from dpa.diagnostics.doctor import examine, is_healthy, to_dict
+    from dpa.diagnostics.doctor import examine, is_healthy
 
     found = examine()
+    healthy = is_healthy(found)
     if as_json:
-        print(json.dumps(to_dict(found), indent=2))
+        findings = [vars(finding) for finding in found]
+        print(json.dumps({"healthy": healthy, "findings": findings}, indent=2))
     else:
         _print_findings(found)
-    if not is_healthy(found):
+    if not healthy:
         raise typer.Exit(1)
 
 

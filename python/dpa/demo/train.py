@@ -44,9 +44,6 @@ SCHEDULER = {
     "clip_sample": True,
 }
 
-Evaluate = Callable[["Policy"], dict]
-Progress = Callable[[int, float], None]
-
 
 class Network(nn.Module):
     """The U-Net, and an encoder that makes its ``global_cond`` of an observation.
@@ -87,9 +84,9 @@ def train(
     steps: int,
     seed: int,
     device: torch.device,
-    evaluate: Evaluate | None = None,
+    evaluate: Callable[[Policy], dict] | None = None,
     evaluations: int = 9,
-    progress: Progress | None = None,
+    progress: Callable[[int, float], None] | None = None,
     team: Ranks | None = None,
     unet: dict | None = None,
     learning_rate: float = LEARNING_RATE,

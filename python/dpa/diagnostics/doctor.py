@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from dpa.diagnostics.host import Host, look
 from dpa.library.machine_code import code_of, runs
@@ -80,11 +80,6 @@ def examine(host: Host | None = None) -> list[Finding]:
     if host.torch is not None:
         found += [*_gpu(host), *_library(host), *_kernels(host), *_cpu(host), *_smoke(host)]
     return [*found, *_packages(host), *_tools(host)]
-
-
-def to_dict(found: list[Finding]) -> dict[str, Any]:
-    """The findings, ready for JSON."""
-    return {"healthy": is_healthy(found), "findings": [asdict(finding) for finding in found]}
 
 
 def advice(found: list[Finding]) -> list[str]:

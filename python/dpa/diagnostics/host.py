@@ -134,9 +134,8 @@ def cpu_levels(machine: str, cpuinfo: str) -> tuple[str, ...]:
 
 
 def _tool(name: str) -> str | None:
-    if name == "c++" and (chosen := os.environ.get("CXX")):
-        return shutil.which(chosen)
-    if name == "nvcc" and (chosen := os.environ.get("CUDACXX")):
+    chosen = os.environ.get({"c++": "CXX", "nvcc": "CUDACXX"}.get(name, ""))
+    if chosen:
         return shutil.which(chosen)
     return shutil.which(name) or (shutil.which("g++") if name == "c++" else None)
 
