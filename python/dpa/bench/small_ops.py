@@ -109,53 +109,39 @@ def call_cost() -> list[dict[str, Any]]:
     table, constants, bias = new(4, 6), new(4, 5), new(32)
     gates, cell = (new(16, 32), new(16, 32), new(16, 8)), (x, new(24, 16), new(24), y, y)
     norm = lambda x: aten.native_group_norm.default(x, v, v, 2, 8, 16, 4, 1e-5)  # noqa: E731
-    batch_norm = lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5)  # noqa: E731
-    pairs = [
-        ("elementwise_mult", lambda: ours.elementwise_mult(x, y), "mul", lambda: aten.mul(x, y)),
-        ("fused_relu_add", lambda: ours.fused_relu_add(x, y, 0.5), "add", lambda: aten.add(x, y)),
-        (
-            "lltm",
-            lambda: ours.lltm(*cell),
-            "_thnn_fused_lstm_cell",
-            lambda: aten._thnn_fused_lstm_cell(*gates, bias, bias),
+    runs = {
+        "elementwise_mult": lambda: ours.elementwise_mult(x, y),
+        "mul": lambda: aten.mul(x, y),
+        "fused_relu_add": lambda: ours.fused_relu_add(x, y, 0.5),
+        "add": lambda: aten.add(x, y),
+        "lltm": lambda: ours.lltm(*cell),
+        "_thnn_fused_lstm_cell": lambda: aten._thnn_fused_lstm_cell(*gates, bias, bias),
+        "scheduler_step": lambda: ours.scheduler_step(x, y, table, index, y, 1.0),
+        "denoise": lambda: ours.denoise(x, y, constants, index, y),
+        "native_batch_norm": lambda: aten.native_batch_norm(x, v, v, v, v, False, 0.1, 1e-5),
+        "group_norm_mish": lambda: ours.group_norm_mish(signal, 4, v, v),
+        "native_group_norm": lambda: norm(signal),
+        "conv1d_gnm": lambda: ours.conv1d_gnm(signal, kernel, v, v, v, 4),
+        "convolution, native_group_norm": lambda: norm(
+            aten.convolution(signal, kernel, v, [1], [1], [1], False, [0], 1)
         ),
-        (
-            "scheduler_step",
-            lambda: ours.scheduler_step(x, y, table, index, y, 1.0),
-            "native_batch_norm",
-            batch_norm,
-        ),
-        (
-            "denoise",
-            lambda: ours.denoise(x, y, constants, index, y),
-            "native_batch_norm",
-            batch_norm,
-        ),
-        (
-            "group_norm_mish",
-            lambda: ours.group_norm_mish(signal, 4, v, v),
-            "native_group_norm",
-            lambda: norm(signal),
-        ),
-        (
-            "conv1d_gnm",
-            lambda: ours.conv1d_gnm(signal, kernel, v, v, v, 4),
-            "convolution, native_group_norm",
-            lambda: norm(aten.convolution(signal, kernel, v, [1], [1], [1], False, [0], 1)),
-        ),
-    ]
-    runs = {}
-    for name, mine, other, theirs in pairs:
-        runs |= {(name, "dpa"): mine, (name, other): theirs}
+    }
+    beside = {
+        "elementwise_mult": "mul",
+        "fused_relu_add": "add",
+        "lltm": "_thnn_fused_lstm_cell",
+        "scheduler_step": "native_batch_norm",
+        "denoise": "native_batch_norm",
+        "group_norm_mish": "native_group_norm",
+        "conv1d_gnm": "convolution, native_group_norm",
+    }
     with torch.no_grad():
-        host = host_us_alternated(runs)
-    rows = []
-    for name, _, other, _ in pairs:
-        mine, theirs = host[name, "dpa"].median, host[name, other].median
-        rows.append(
-            {"op": name, "host": mine, "aten": other, "its host": theirs, "ratio": mine / theirs}
-        )
-    return rows
+        host = {name: us.median for name, us in host_us_alternated(runs).items()}
+    return [
+        {"op": op, "host": host[op], "aten": other, "its host": host[other]}
+        | {"ratio": host[op] / host[other]}
+        for op, other in beside.items()
+    ]
 
 
 def promises(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -166,14 +152,10 @@ def promises(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         rows.append({"promise": what, "figure": got, "at most": bound, "holds": got <= bound})
 
     for op in ("fused_relu_add", "elementwise_mult"):
-        of = lambda size: {  # noqa: E731
-            r["how"]: r["graph"]
-            for r in results["elementwise"]
-            if (r["op"], r["floats"]) == (op, size)  # noqa: B023
-        }
-        large, small = of(2**26), of(2**20)
-        at_most(f"{op}, 2^26: 1.05 of a copy", large["dpa"], 1.05 * large["copy"])
-        at_most(f"{op}, 2^20, graph: torch.compile", small["dpa"], small["torch.compile"])
+        us = {(r["floats"], r["how"]): r["graph"] for r in results["elementwise"] if r["op"] == op}
+        large, small = 2**26, 2**20
+        at_most(f"{op}, 2^26: 1.05 of a copy", us[large, "dpa"], 1.05 * us[large, "copy"])
+        at_most(f"{op}, 2^20, graph: torch.compile", us[small, "dpa"], us[small, "torch.compile"])
     sizes = dict.fromkeys(row["op"] for row in results["lltm"])
     for size, op in zip(("small", "large"), sizes, strict=True):
         by_how = {row["how"]: row for row in results["lltm"] if row["op"] == op}

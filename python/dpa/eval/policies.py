@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,22 +144,16 @@ def _processors(folder: Path, device: torch.device) -> tuple[Any, Any]:
     from lerobot.processor import PolicyProcessorPipeline
     from lerobot.processor import converters as convert
 
-    def load(name: str, to_transition: Any, to_output: Any, overrides: dict[str, Any]) -> Any:
-        return PolicyProcessorPipeline.from_pretrained(
-            folder,
-            config_filename=f"policy_{name}.json",
-            local_files_only=True,
-            overrides=overrides,
-            to_transition=to_transition,
-            to_output=to_output,
-        )
-
-    moved = {"device_processor": {"device": str(device)}}
-    before = load("preprocessor", convert.batch_to_transition, convert.transition_to_batch, moved)
+    load = partial(PolicyProcessorPipeline.from_pretrained, folder, local_files_only=True)
+    before = load(
+        config_filename="policy_preprocessor.json",
+        overrides={"device_processor": {"device": str(device)}},
+        to_transition=convert.batch_to_transition,
+        to_output=convert.transition_to_batch,
+    )
     after = load(
-        "postprocessor",
-        convert.policy_action_to_transition,
-        convert.transition_to_policy_action,
-        {},
+        config_filename="policy_postprocessor.json",
+        to_transition=convert.policy_action_to_transition,
+        to_output=convert.transition_to_policy_action,
     )
     return before, after
