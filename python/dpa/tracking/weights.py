@@ -75,7 +75,6 @@ class WeightTracker:
         self._names = [name for _, name in slots]
         self._stamp: Stamp | None = None
         self._elements: list[Tensor] = []
-        self._places: Places = [], []
         self._values: Tensor | None = None
         self._graph: Replayed | None = None
 
@@ -93,48 +92,47 @@ class WeightTracker:
         """Yield where each parameter is held: the ``id`` of the dict, and the name in it."""
         return zip(map(id, self._homes), self._names, strict=True)
 
-    def _read(self) -> Stamp:
-        return stamp_of(self.tensors())
+    def _now(self) -> Stamp | None:
+        try:
+            return stamp_of(self.tensors())
+        except (AttributeError, KeyError, TypeError):  # of None, of what was taken out
+            return None
 
     def moved(self) -> bool:
         """Whether a parameter lies elsewhere or is gone."""
-        try:
-            return self._stamp is None or self._read()[0] != self._stamp[0]
-        except (AttributeError, KeyError):  # of None, of what was taken out
-            return True
+        now = self._now()
+        return now is None or self._stamp is None or now[0] != self._stamp[0]
 
     def changed(self) -> bool:
         """Whether a parameter lies elsewhere or is gone, or was written in a way that counts."""
-        if self._stamp is None:
-            return True
-        try:
-            now = self._read()
-        except (AttributeError, KeyError):
-            return True
-        return now[0] != self._stamp[0] if self.mode == "frozen" else now != self._stamp
+        if self.mode == "frozen":
+            return self.moved()
+        return self._stamp is None or self._now() != self._stamp
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def remember(self) -> None:
         """Remember what the weights are now."""
-        self._stamp = self._read()
+        before, self._stamp = self._stamp, stamp_of(self.tensors())
         if self.mode == "frozen":
             return
-        # Views: they show what is written through parameter.data as well.
-        parameters = [parameter.detach() for parameter in self.tensors()]
-        places = self._stamp[0]
-        if self._values is not None and places == self._places:
+        if self._values is not None and before is not None and before[0] == self._stamp[0]:
             self._values.copy_(_bytes(self._compared()))
             return
-        self._elements = [view for parameter in parameters for view in _sampled(parameter)]
-        self._parameters, self._places = parameters, places
+        # Views: they show what is written through parameter.data as well.
+        self._parameters = [parameter.detach() for parameter in self.tensors()]
+        self._elements = [view for one in self._parameters for view in _sampled(one)]
         self._values = _bytes(self._compared())
         self._graph = None
         if self._values.is_cuda:
             self._answered = torch.cuda.Event()
             with torch.device("cpu"):
                 self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
-            self._capture(self._values.device)
+            with contextlib.suppress(RuntimeError):  # then it runs kernel by kernel
+                (self._graph,), _ = captured(
+                    self._values.device,
+                    lambda: self._answer.copy_(self._differ(), non_blocking=True),
+                )
 
     @contextlib.contextmanager
     def remembered(self) -> Iterator[None]:
@@ -149,13 +147,6 @@ class WeightTracker:
         except BaseException:
             self._stamp = None
             raise
-
-    def _capture(self, device: torch.device) -> None:
-        """Capture the comparison; where that fails it runs kernel by kernel."""
-        with contextlib.suppress(RuntimeError):
-            (self._graph,), _ = captured(
-                device, lambda: self._answer.copy_(self._differ(), non_blocking=True)
-            )
 
     def _compared(self) -> list[Tensor]:
         """The elements that are compared and, where all is checked, a checksum a parameter."""
@@ -172,7 +163,7 @@ class WeightTracker:
         The work comes after what the current stream did and before what it is given next, while the
         host goes on. Threads that share this object hold a lock from here to the answer.
         """
-        if self.mode == "frozen" or self._values is None or not self._values.is_cuda:
+        if self._values is None or not self._values.is_cuda:  # None where nothing is compared
             return
         device = self._values.device
         with torch.cuda.device(device):
@@ -187,7 +178,7 @@ class WeightTracker:
 
         A launch of the graph, once :meth:`started` agreed, stands for :meth:`start`.
         """
-        if self.mode == "frozen" or self._values is None:
+        if self._values is None:
             return None
         self._answer.copy_(self._differ(), non_blocking=True)
         answered = torch.cuda.Event(external=True)
@@ -204,7 +195,7 @@ class WeightTracker:
 
     def values_changed(self) -> bool:
         """Whether values are others than those remembered, as of the last :meth:`start`."""
-        if self.mode == "frozen" or self._values is None:
+        if self._values is None:
             return False
         if not self._values.is_cuda:
             return bool(self._differ())
