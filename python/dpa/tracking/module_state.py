@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from dpa.tracking.tracker import Tracker
@@ -33,9 +32,6 @@ class ModuleState:
         self._held = [tensors for tensors, _, value in slots if value is not None]
         self._names = [name for _, name, value in slots if value is not None]
         self._places = self._read_places()
-        # A scripted module's mode is none of its attributes.
-        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in found)
-        self._modes = self._tracker.modes()
 
     def _read_places(self) -> list[int] | None:
         """Return where parameters and buffers lie; None where one came or went."""
@@ -55,6 +51,5 @@ class ModuleState:
         return (
             self._tracker.unchanged()
             and not self._tracker.hooked()
-            and not (self._scripted and self._tracker.modes() != self._modes)
             and self._read_places() == self._places
         )

@@ -223,7 +223,7 @@ def _settings_of(
         held = module._c
         kind = torch._C.ConcreteModuleType.from_jit_type(held._type())
         weights = dict(module._parameters.items()) | dict(module._buffers.items())
-        names = kind.get_attributes().keys() - weights.keys() - _OF_ALL
+        names = kind.get_attributes().keys() - weights.keys() - (_OF_ALL & but)
         yield functools.partial(_scripted_attributes, sorted(names)), held
 
 
