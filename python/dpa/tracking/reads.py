@@ -8,7 +8,9 @@ code of its methods say which. These values are compared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -74,8 +76,10 @@ class Reads:
         self._follow(set(methods))
         self._names -= but | REPLACED
         if self._functions:
-            held = (*_TENSORS * tensors, *("_modules",) * modules)
-            self._places += [*self._of_owner(), *self._of_class(), *self._in(held)]
+            own = vars(owner)
+            self._places += [*_readers(own, self._names, self._counts), *self._of_class()]
+            for held in (*_TENSORS * tensors, *("_modules",) * modules):
+                self._places += _readers(own.get(held, {}), self._names, self._is_not_apart)
         self._held: list[Any] = []  # what is compared by its id, which stays its own while it lives
         self._then = self._values(self._held)
 
@@ -106,10 +110,8 @@ class Reads:
             for function in _functions_of(class_of(self._owner), self._names):
                 names = names | self._take(function)
             for one in self._objects(self._owner, 0):
-                if isinstance(one, FunctionType):
-                    names = names | self._take(one)
-                    continue
-                for function in _functions_of(class_of(one), self._names, special=True):
+                functions = _functions_of(class_of(one), self._names, special=True)
+                for function in [one] if isinstance(one, FunctionType) else functions:
                     names = names | self._take(function)
 
     def _take(self, function: FunctionType) -> set[str]:
@@ -126,17 +128,11 @@ class Reads:
                 if value.__module__ == function.__module__:
                     names |= self._take(inspect.unwrap(value))
             elif isinstance(value, ModuleType):
-                self._places += _of_module(value, names)
+                if value.__name__.partition(".")[0] not in _KNOWN:
+                    self._places += _readers(vars(value), names, _is_value)
             elif _is_value(value):
                 self._places.append(read)
         return names
-
-    def _of_owner(self) -> Iterator[Callable[[], Any]]:
-        own = vars(self._owner)
-        for name in sorted(self._names & own.keys()):
-            value = own[name]
-            if id(value) not in self._apart and _is_value(value) and not self._is_shown(value):
-                yield lambda name=name: own[name]
 
     def _of_class(self) -> Iterator[Callable[[], Any]]:
         kind, own = type(self._owner), vars(self._owner)
@@ -144,11 +140,11 @@ class Reads:
             if any(_is_value(vars(one)[name]) for one in _foreign(kind) if name in vars(one)):
                 yield lambda name=name: inspect.getattr_static(kind, name)
 
-    def _in(self, places: Iterable[str]) -> Iterator[Callable[[], Any]]:
-        for held in (vars(self._owner).get(place, {}) for place in places):
-            for name in sorted(self._names & held.keys()):
-                if id(held[name]) not in self._apart:
-                    yield lambda held=held, name=name: held[name]
+    def _is_not_apart(self, value: Any) -> bool:
+        return id(value) not in self._apart
+
+    def _counts(self, value: Any) -> bool:
+        return self._is_not_apart(value) and _is_value(value) and not self._is_shown(value)
 
     def _is_shown(self, value: Any) -> bool:
         if isinstance(value, (dict, list, tuple)):
@@ -185,9 +181,7 @@ class Reads:
         return {
             name: one
             for name, one in found.items()
-            if type(one) in PLAIN
-            or _is_value(one)
-            or (name in own and isinstance(one, FunctionType))
+            if _is_value(one) or (name in own and isinstance(one, FunctionType))
         }
 
     def _is_object(self, value: Any) -> bool:
@@ -275,13 +269,12 @@ def _is_value(value: Any) -> bool:
     return not isinstance(value, _NO_VALUES) and not hasattr(type(value), "__get__")
 
 
-def _of_module(module: ModuleType, names: set[str]) -> Iterator[Callable[[], Any]]:
-    """Yield the variables of an imported module that have these names."""
-    own = vars(module)
-    if module.__name__.partition(".")[0] not in _KNOWN:
-        for name in sorted(names & own.keys()):
-            if _is_value(own[name]):
-                yield lambda name=name: own[name]
+def _readers(
+    space: Mapping[str, Any], names: set[str], counts: Callable[[Any], bool]
+) -> list[Callable[[], Any]]:
+    """Return what reads the values of a dict that have these names, as far as they count."""
+    found = sorted(name for name in names & space.keys() if counts(space[name]))
+    return [functools.partial(operator.getitem, space, name) for name in found]
 
 
 def _functions_of(kind: type, names: set[str], special: bool = False) -> Iterator[FunctionType]:
