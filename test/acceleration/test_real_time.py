@@ -87,7 +87,7 @@ def test_what_cannot_continue_a_chunk_says_so():
     with torch.no_grad(), dpa.continuing(strict, chunk, weights), says:
         strict.conditional_sample(data, torch.ones_like(data).bool(), None, torch.zeros(2, 4))
     assert isinstance(replaced(strict, "conditional_sample"), FastLoop)
-    assert replaced(strict, "conditional_sample").held is None
+    assert replaced(strict, "conditional_sample").thread.held is None
 
 
 def observation(policy, steps=None):

@@ -14,8 +14,8 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
+from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.encoder_forward import FastEncoder
 from dpa.acceleration.encoder_training import graph_encoder, ungraph_encoder
 from dpa.acceleration.example import call_on, why_no_example
@@ -28,13 +28,11 @@ from dpa.acceleration.survey import (
     Report,
     Survey,
     is_scheduler,
-    modules_of,
     owners_of,
     replacements,
-    whole_call_of,
 )
 from dpa.acceleration.unet_forward import FastForward
-from dpa.acceleration.whole_call import WholeCall
+from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
 from dpa.nn.family import Network
 from dpa.nn.image_encoder import Encoder
 from dpa.tracking.replacing import (
@@ -152,8 +150,8 @@ def _replace(
     model: Any,
     options: Options,
     graphs: bool,
-    loops: tuple[Loop, ...] | None = None,
-    encoders: bool = True,
+    loops: tuple[Loop, ...] | None,
+    encoders: bool,
 ) -> None:
     """Accelerate a model that is not, or raise TypeError."""
     if is_scheduler(model):
@@ -163,8 +161,7 @@ def _replace(
         return
     survey = Survey(model, loops)
     report = survey.report()
-    found = [finding for finding in report.findings if finding.part != "encoder"]
-    left = tuple(finding for finding in found if not finding.can)
+    left = tuple(f for f in report.findings if f.part != "encoder" and not f.can)
     if not any(finding.can for finding in report.findings):
         raise TypeError(f"accelerate: model must hold a conditional U-Net, got: {report}")
     if left and not options.fallback:
@@ -197,9 +194,10 @@ def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> Non
             vars(owner)[name] = fast
     scheduler = loop.scheduler_of(owner)
     fast.refused = None if scheduler is None else why_no_table(scheduler)  # said already
-    method = whole_call_of(owner)
+    own, kind = vars(owner), type(owner)
+    method = next((n for n in WHOLE_CALLS if hasattr(kind, n) and n not in own), None)
     # A graph of the whole call would leave what the loop changes on the policy as it was.
-    one_op = not fast.is_around_any() and not loop.changing
+    one_op = not isinstance(fast.of_network(), AnyNetwork) and not loop.changing
     whole = loop.method == "conditional_sample" and one_op
     if graphs and whole and options.mode == "loop" and method is not None:
         replace_method(owner, method, WholeCall(owner, method))
@@ -208,7 +206,7 @@ def _replace_loop(owner: Any, loop: Loop, options: Options, graphs: bool) -> Non
 def restore(model: Any) -> Any:
     """Undo :func:`accelerate`, attribute for attribute, and return ``model``."""
     for _, owner in owners_of(model):
-        forward = replaced_forward(owner) if isinstance(owner, nn.Module) else None
+        forward = replaced_forward(owner)
         if isinstance(forward, FastEncoder):
             ungraph_encoder(owner)
         if isinstance(forward, FastForward | FastEncoder):
@@ -223,11 +221,10 @@ def restore(model: Any) -> Any:
 
 def repack(model: Any) -> Any:
     """Pack the weights of every accelerated U-Net and encoder anew, and return ``model``."""
-    for _, module in modules_of(model):
-        forward = replaced_forward(module)
+    for _, owner in owners_of(model):
+        forward = replaced_forward(owner)
         if isinstance(forward, FastForward | FastEncoder):
             forward.repack()
-    for _, owner in owners_of(model):
         for replacement in replacements(owner).values():
             replacement.forget()
     return model

@@ -1,8 +1,9 @@
-"""What runs a policy's loop: the sampler for one state of the policy, and a call of it."""
+"""What an accelerated loop runs by: a sampler for one state of a policy, and a call of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +11,72 @@ from torch import Tensor, nn
 
 from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.loops import Loop, LoopCall
+from dpa.acceleration.scheduler_step import METHODS, OF_A_LOOP, check_methods
 from dpa.acceleration.unet_forward import FastForward
-from dpa.nn.family import is_of_family
+from dpa.nn.family import Network, is_of_family
 from dpa.sampling.arguments import check_way
 from dpa.sampling.each_action import EachActionSampler
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.sampler import DiffusionSampler
+from dpa.schedulers.conversion import check_kind
 from dpa.schedulers.each_action import EachActionTable
-from dpa.tracking import OwnMode
+from dpa.tracking import OwnMode, Snapshot, find
 
 Sampler = DiffusionSampler | EachActionSampler
 NAMED = ("global_cond", "local_cond")  # what the sampler takes under these names
+_NO_SETTINGS = frozenset({"_parameters", "_buffers", "training"})
 
 
-def make_sampler(
+@dataclass(eq=False)
+class Route:
+    """A sampler for one state of a policy, or why there is none, and how to tell that state."""
+
+    forward: FastForward | AnyNetwork
+    network: Network | AnyNetwork
+    generation: int
+    snapshots: tuple[Snapshot, ...]
+    kind: Any
+    sampler: Sampler | str
+    scheduler: Any
+    timesteps: Tensor | None
+
+
+def make_route(
+    policy: Any, loop: Loop, forward: FastForward | AnyNetwork, kind: Any, options: dict[str, Any]
+) -> Route:
+    """Make a sampler that does what the loop does; ValueError where the network cannot be run."""
+    network = forward.prepare()
+    if network is None:
+        raise ValueError(forward.refused)
+    scheduler = loop.scheduler_of(policy)
+    held = [find(policy, place) for place in loop.holders]
+    others = [one for one in held if hasattr(one, "__dict__")]
+    settings = find(policy, loop.scheduler)
+    but, inside = _NO_SETTINGS.union(loop.changing), forward.unet.modules()
+    # Where a loop's arguments are not known its adapter reads modules and tensors in every call.
+    whole = loop.knows is not None
+    reads = {"apart": (settings, *inside), "tensors": whole, "modules": whole}
+    if loop.table is not None:  # it may be made of the policy's own tensors
+        reads["values"] = forward.options.weights
+    snapshots = [Snapshot(policy, *others, but=but, methods=(loop.method,), **reads)]
+    if hasattr(settings, "__dict__"):
+        # Where the loop sets no timesteps, those that are there are a setting.
+        but = OF_A_LOOP - {"timesteps"} if loop.steps is None else OF_A_LOOP
+        snapshots.append(Snapshot(settings, but=but, methods=METHODS))
+    sampler: Sampler | str
+    try:
+        if scheduler is not None:
+            check_kind(scheduler)  # others may change in ways that no attribute shows
+            check_methods(scheduler)
+        sampler = _sampler(forward, loop, policy, dict(options))
+    except (AttributeError, TypeError, ValueError) as error:
+        sampler = str(error)
+    timesteps = None if scheduler is None else scheduler.timesteps
+    state = forward.generation, tuple(snapshots), kind
+    return Route(forward, network, *state, sampler, scheduler, timesteps)
+
+
+def _sampler(
     forward: FastForward | AnyNetwork, loop: Loop, policy: Any, options: dict[str, Any]
 ) -> Sampler:
     """Return a sampler that does what a loop does, or raise what says why there is none."""
@@ -114,8 +167,12 @@ def is_nested(call: LoopCall) -> bool:
     return sequence or any(isinstance(value, Mapping) for value in call.conditions.values())
 
 
-def refusal(sampler: Sampler, held: Mapping[str, Any]) -> str | None:
-    """Return why a sampler cannot continue a chunk by these fields of its call, or None."""
+def refusal(sampler: Sampler, call: LoopCall, held: Mapping[str, Any]) -> str | None:
+    """Return why a call cannot continue a chunk by these fields, or None."""
+    if call.finish is not None or call.init_noise_sigma != 1.0:
+        return "its loop starts otherwise"
+    if call.condition_mask is not None and bool(call.condition_mask.any()):
+        return "it has inpainting of its own"
     if not isinstance(sampler, DiffusionSampler):
         return "its actions have a timestep each"
     table, first = sampler.table, held.get("first_step", 0)
@@ -158,10 +215,10 @@ def sample_of(sampler: Sampler, call: LoopCall, dtype: torch.dtype) -> Tensor:
 
 def _flat(conditions: Mapping[str, Any], begin: str = "") -> dict[str, Any]:
     """Return what nested dictionaries hold, by the names on the way to it."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in conditions.items():
-        inner = _flat(value, f"{begin}{name}.") if isinstance(value, Mapping) else None
-        flat.update({f"{begin}{name}": value} if inner is None else inner)
+        path = f"{begin}{name}"
+        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return flat
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,15 @@ from dpa.acceleration.any_network import AnyNetwork
 from dpa.acceleration.loop_samplers import (
     NAMED,
     NoiseDtypes,
+    Route,
     Sampler,
     is_nested,
+    make_route,
     refusal,
     sample_of,
     translate,
 )
 from dpa.acceleration.loops import Loop, LoopCall, sample_itself
-from dpa.acceleration.routes import Route, make_route
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback, tensors_of
 from dpa.acceleration.unet_forward import FastForward
 from dpa.library.checks import first_line
@@ -41,28 +42,40 @@ _KEPT = 8  # routes: one for each state of the policy and kind of call
 _MISSES = 32  # calls in a row that find no route
 
 
-class _Numbers:
-    """The default random streams of the CPU and of ``device``, as they were when it was made.
+class _OfThread(threading.local):
+    """What a thread's calls of a loop are given beside their arguments, and how the last one ran.
 
-    What runs before it is known whether a replacement may run (an encoder) may take some of them.
+    Attributes:
+        generator: of calls that are given none.
+        held: what calls continue: fields of their :class:`LoopCall`.
+        route: of the last call that ran by one.
+
     """
 
-    def __init__(self, device: torch.device) -> None:
-        streams = [torch.default_generator]
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            streams.append(torch.cuda.default_generators[device.index])
-        self._states = [(stream, stream.get_state()) for stream in streams]
+    generator: torch.Generator | None = None
+    held: dict[str, Any] | None = None
+    route: Route | None = None
 
-    def rewind(self) -> None:
-        """Set the streams back, so that the original takes the same numbers.
 
-        Not where other threads may have taken some, which would be given out twice.
-        """
-        if threading.active_count() > 1:
+def _rewinder(device: torch.device) -> Callable[[], None]:
+    """Return what sets the default random streams of the CPU and of ``device`` back to now.
+
+    What runs before it is known whether a replacement may run (an encoder) may take numbers of
+    them, and the original takes the same.
+    """
+    streams = [torch.default_generator]
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        streams.append(torch.cuda.default_generators[device.index])
+    states = [(stream, stream.get_state()) for stream in streams]
+
+    def rewind() -> None:
+        if threading.active_count() > 1:  # numbers that others took would be given out twice
             return
-        for stream, before in self._states:
+        for stream, before in states:
             if not torch.equal(stream.get_state(), before):
                 stream.set_state(before)
+
+    return rewind
 
 
 class FastLoop(Replacement):
@@ -81,8 +94,8 @@ class FastLoop(Replacement):
     def forget(self) -> None:
         """Find everything anew and compare again."""
         self.METHOD = self.loop.method
-        name = f"the accelerated {type(self.policy).__name__}.{self.METHOD}"
-        self.shadow = ShadowRun(name, self.options.fallback, self._basis)
+        self._name = f"{type(self.policy).__name__}.{self.METHOD}"
+        self.shadow = ShadowRun(f"the accelerated {self._name}", self.options.fallback, self._basis)
         self.refused: str | None = None
         self._routes: list[Route] = []
         # What is in the network's place, the network, what replaces its forward, what runs it.
@@ -90,11 +103,11 @@ class FastLoop(Replacement):
         self._scheduler = None if self.loop.table is not None else self.loop.scheduler
         self._misses = 0
         self._signature: inspect.Signature | None = None
-        self._thread = threading.local()  # the generator and the route of a thread's call
+        self.thread = _OfThread()
 
     def _basis(self) -> Any:
         """Return what a write of weights changes."""
-        forward = self._of_network()
+        forward = self.of_network()
         return None if forward is None else forward.basis()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,76 +118,54 @@ class FastLoop(Replacement):
         forward = self._forward()
         if forward is None:
             return self._run_original("its network does not run accelerated", args, kwargs)
-        numbers = _Numbers(_arithmetic(forward)[0])
+        rewind = _rewinder(_arithmetic(forward)[0])
 
         def original(why: str) -> Any:
-            numbers.rewind()
+            rewind()
             return self._run_original(why, args, kwargs)
 
         try:
             bound = self._bind(args, kwargs)
             call = None if bound is None else self._begin(bound, forward)
             route = None if call is None else self._find(forward, call)
-            if call is not None and call.generator is None:
-                call.generator = getattr(self._thread, "generator", None)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._refuse(str(error))
             return original(str(error))
         if route is None:
             return original("dpa does not know this call of it")
-        agreed, held = route in self.shadow.agreed, self.held
-        passed = agreed or self.shadow.passed(route)
-        if held is not None and (call.finish is not None or call.init_noise_sigma != 1.0):
-            return original("its loop starts otherwise")
-        if held is not None and (why := refusal(route.sampler, held)) is not None:
+        if call.generator is None:
+            call.generator = self.thread.generator
+        held = self.thread.held
+        if held is not None and (why := refusal(route.sampler, call, held)) is not None:
             return original(why)
+        passed = route in self.shadow.agreed or self.shadow.passed(route)
         if passed is None:
-            numbers.rewind()
-            with self._rewound(route, call, held is not None):
-                result = self._run_both(route, call, bound, args, kwargs)
+            rewind()
+            stream = call.generator or generator_on(forward.weight.device, None)
+            before = stream.get_state()
+            result = self._run_both(route, call, bound, args, kwargs)
             if held is None:
                 return result
+            stream.set_state(before)  # no more than a trial: the original continues no chunk
             passed = self.shadow.passed(route)
         if not passed:
             self.shadow.leave()
             return original("it did not agree with the original")
         if held is not None:
-            if call.condition_mask is not None and bool(call.condition_mask.any()):
-                return original("it has inpainting of its own")
             dtype = _arithmetic(forward)[1]
             floats = {n: x for n, x in held.items() if isinstance(x, Tensor)}
             floats = {n: x.to(dtype) for n, x in floats.items() if x.dtype != torch.bool}
             call = replace(call, **held | floats)
         self.leave_timesteps(route)
-        self._thread.route = route
+        self.thread.route = route
         return self._run(route, call, bound)
-
-    @property
-    def held(self) -> dict[str, Any] | None:
-        """What this thread's calls continue: fields of their :class:`LoopCall`; or None."""
-        return getattr(self._thread, "held", None)
-
-    def holding(self, held: dict[str, Any]) -> AbstractContextManager[None]:
-        """Let this thread's calls continue a chunk, by these fields of their LoopCall."""
-        return holding(self._thread, held=held)
 
     def _run_original(self, why: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the original, which continues no chunk."""
-        if self.held is not None:
-            name = f"{type(self.policy).__name__}.{self.loop.method}"
-            say_fallback(name, f"cannot continue the last chunk: {why}", self.options.fallback)
+        if self.thread.held is not None:
+            why = f"cannot continue the last chunk: {why}"
+            say_fallback(self._name, why, self.options.fallback)
         return self.original(*args, **kwargs)
-
-    @contextmanager
-    def _rewound(self, route: Route, call: LoopCall, rewind: bool) -> Iterator[None]:
-        """Set the random stream back afterwards: what ran in between was a trial."""
-        given = call.generator
-        stream = given or generator_on(route.forward.weight.device, None)
-        before = stream.get_state() if rewind else None
-        yield
-        if before is not None:
-            stream.set_state(before)
-        call.generator = given
 
     def _run(self, route: Route, call: LoopCall, bound: inspect.BoundArguments) -> Any:
         dtype = _arithmetic(route.forward)[1]
@@ -190,13 +181,9 @@ class FastLoop(Replacement):
 
     def watched(self, run: Callable[[], Any]) -> tuple[Any, Route | None]:
         """Return what ``run()`` gives, and the route by which the loop ran in it as one op."""
-        self._thread.route = None
-        result, route = run(), self._thread.route
+        self.thread.route = None
+        result, route = run(), self.thread.route
         return result, route if route is not None and route.sampler.packed is not None else None
-
-    def drawing_from(self, generator: torch.Generator | None) -> AbstractContextManager[None]:
-        """Let this thread's calls that are given no generator draw from this one."""
-        return holding(self._thread, generator=generator)
 
     def runs(self, route: Route, modules: bool = True) -> bool:
         """Whether a call that ran by this route would run by it again.
@@ -213,21 +200,17 @@ class FastLoop(Replacement):
 
     def fallback_reason(self) -> str | None:
         """Return why the network's part keeps this loop from running, or None."""
-        forward = self._of_network()
+        forward = self.of_network()
         if forward is None:
             place = self.loop.network
             return f"its {place if isinstance(place, str) else 'network'} is not accelerated"
         return forward.fallback_reason()
 
-    def is_around_any(self) -> bool:
-        """Whether the network is one that dpa has no kernels for."""
-        return isinstance(self._of_network(), AnyNetwork)
-
     def untraced(self) -> tuple[str, str] | None:
         """How the loop last ran around a network that no trace stands for, and why; or None."""
         return getattr(self._routes[0].sampler, "untraced", None) if self._routes else None
 
-    def _of_network(self) -> FastForward | AnyNetwork | None:
+    def of_network(self) -> FastForward | AnyNetwork | None:
         """Return what runs the network: dpa's forward, or the network itself where it has none."""
         there = find(self.policy, self.loop.network)
         place, unet, held, found = self._found
@@ -245,7 +228,7 @@ class FastLoop(Replacement):
 
     def _forward(self, modules: bool = True) -> FastForward | AnyNetwork | None:
         """Return what runs the network, or None where the loop has to run as it is."""
-        forward = self._of_network()
+        forward = self.of_network()
         if torch.compiler.is_compiling() or forward is None:
             return None
         if forward.unet.training or torch.is_grad_enabled() or is_observed():
@@ -280,7 +263,7 @@ class FastLoop(Replacement):
             if own is not None:  # however the caller gave one, or none
                 again.arguments["generator"] = own
             attributes.update(changing)  # both begin with what the policy was
-            with forward.bypassing(), noise:
+            with holding(forward.bypass, on=True), noise:
                 result = self.original(*again.args[1:], **again.kwargs)
             after.update({name: attributes[name] for name in changing})
             return result
@@ -290,8 +273,7 @@ class FastLoop(Replacement):
             if isinstance(noise, NoiseDtypes):
                 seen = noise.of_steps(call.noise is None)
                 route.sampler.noise_dtype = seen or weight.dtype
-            call.generator = own or given
-            return self._run(route, call, bound)
+            return self._run(route, replace(call, generator=own or given), bound)
 
         def tells(result: Any) -> bool:
             masked = mask is not None and isinstance(result, Tensor) and result.shape == mask.shape
@@ -315,7 +297,7 @@ class FastLoop(Replacement):
         attributes.update(after)
         route.timesteps = None if route.scheduler is None else route.scheduler.timesteps
         if self.shadow.passed(route):
-            self._thread.route = route
+            self.thread.route = route
         return result
 
     def _holds(self, route: Route, kind: Any) -> bool:
@@ -333,13 +315,12 @@ class FastLoop(Replacement):
         if scheduler is None or self.loop.steps is None:
             return
         if scheduler.timesteps is not route.timesteps:
-            scheduler.set_timesteps(self.loop.steps_of(self.policy))
+            scheduler.set_timesteps(find(self.policy, self.loop.steps))
             route.timesteps = scheduler.timesteps
 
     def _refuse(self, why: str) -> None:
         if why != self.refused:
-            name = f"{type(self.policy).__name__}.{self.loop.method}"
-            say_fallback(name, f"cannot be accelerated: {why}", self.options.fallback)
+            say_fallback(self._name, f"cannot be accelerated: {why}", self.options.fallback)
         self.refused = why
 
     def _find(self, forward: FastForward | AnyNetwork, call: LoopCall) -> Route:
@@ -367,9 +348,9 @@ class FastLoop(Replacement):
                 raise ValueError(why)
             route = make_route(self.policy, self.loop, forward, kind, options)
             self._routes.insert(0, route)
-        for old in self._routes[_KEPT:]:
-            self.shadow.drop(old)
-        del self._routes[_KEPT:]
+            for old in self._routes[_KEPT:]:
+                self.shadow.drop(old)
+            del self._routes[_KEPT:]
         if isinstance(route.sampler, str):
             raise ValueError(route.sampler)
         self.refused = None
@@ -425,11 +406,11 @@ class FastLoop(Replacement):
                 translate(forward, call)
             except RuntimeError as error:
                 raise ValueError(str(error)) from None
-        cond = call.conditions.get("global_cond") if isinstance(forward, FastForward) else None
+        given = call.conditions if isinstance(forward, FastForward) else {}
+        cond = given.get("global_cond")
         if isinstance(cond, Tensor) and not cond.is_floating_point():
             raise ValueError(f"global_cond is {cond.dtype}, the network {dtype}")
-        given = call.conditions.values() if isinstance(forward, FastForward) else ()
-        batches = [len(x) for x in given if isinstance(x, Tensor) and x.dim() > 1]
+        batches = [len(x) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1]
         # A condition of one sample serves a batch of a sampler, and none of an original.
         return call if all(call.shape[0] in (None, batch) for batch in batches) else None
 

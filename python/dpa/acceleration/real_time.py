@@ -18,6 +18,7 @@ from torch import Tensor
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.survey import owners_of, replacements
 from dpa.library.checks import require
+from dpa.library.holding import holding
 from dpa.schedulers.inpainting import PLACES, prefix_weights
 from dpa.tracking import find
 from dpa.tracking.replacing import Replacement, class_of, replace_method, replaced
@@ -72,7 +73,7 @@ def continuing(
         held |= {"last_chunk": chunk, "first_step": first_step}
     with ExitStack() as stack:
         for loop in dict.fromkeys(loops):
-            stack.enter_context(loop.holding(held))
+            stack.enter_context(holding(loop.thread, held=held))
         yield
 
 
@@ -169,13 +170,12 @@ def add_real_time(policy: Any) -> None:
     inner = find(policy, "diffusion")
     if inner is None or not isinstance(replaced(inner, "conditional_sample"), FastLoop):
         return
-    needs = ("predict_action_chunk", "select_action")
-    if not all(hasattr(class_of(policy), name) for name in needs):
-        return
-    if find(policy, "config.n_obs_steps") is None or not hasattr(inner, "generate_actions"):
+    kind, frames = class_of(policy), find(policy, "config.n_obs_steps")
+    acts = hasattr(kind, "select_action") and hasattr(kind, ChunkInTime.METHOD)
+    if not acts or frames is None or not hasattr(inner, "generate_actions"):
         return
     replace_method(policy, ChunkInTime.METHOD, ChunkInTime(policy))
-    if hasattr(class_of(policy), YesInTime.METHOD):
+    if hasattr(kind, YesInTime.METHOD):
         replace_method(policy, YesInTime.METHOD, YesInTime(policy))
 
 

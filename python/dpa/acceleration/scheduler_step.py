@@ -25,8 +25,8 @@ _NEEDS = {"model_output", "timestep", "sample"}
 _KNOWS = _NEEDS | {*_OPTIONS, "generator", "variance_noise", "return_dict"}
 _KEPT = 64  # tables: one for each kind of loop
 # What ``set_timesteps`` and ``step`` of diffusers change themselves.
-_SET_TIMESTEPS = frozenset({"timesteps", "num_inference_steps", "custom_timesteps", "sigmas"})
-OF_A_LOOP = _SET_TIMESTEPS | {"_begin_index", *OF_STEPS}
+OF_A_LOOP = frozenset({"timesteps", "num_inference_steps", "custom_timesteps", "sigmas"})
+OF_A_LOOP |= {"_begin_index", *OF_STEPS}
 
 METHODS = ("step", "set_timesteps")
 
@@ -42,27 +42,22 @@ def _changes_results(timestep: Tensor, sample: Tensor, alphas: Tensor) -> bool:
     return timestep.dim() > 0
 
 
-def why_replaced(scheduler: Any) -> str | None:
-    """Return which method was replaced on the object: on a copy it may still run on the original.
-
-    None where there is none.
-    """
+def check_methods(scheduler: Any) -> None:
+    """Raise ValueError for a method replaced on the object: a copy's may run on the original."""
     for name, value in vars(scheduler).items():
         own = callable(value) and not isinstance(value, FastStep)
         if own and callable(getattr(type(scheduler), name, None)):
-            return f"the scheduler's {name} was replaced on the object"
-    return None
+            raise ValueError(f"the scheduler's {name} was replaced on the object")
 
 
 def why_no_table(scheduler: Any) -> str | None:
     """Return what in a scheduler no table of steps expresses, or None."""
     try:
-        why = why_replaced(scheduler)
-        if why is None:
-            from_diffusers(scheduler, 1)
+        check_methods(scheduler)
+        from_diffusers(scheduler, 1)
     except (AttributeError, TypeError, ValueError) as error:
         return str(error)
-    return why
+    return None
 
 
 def why_no_step(scheduler: Any) -> str | None:
@@ -152,10 +147,9 @@ class FastStep(Replacement):
         def tells(result: Any) -> bool:
             return proves(call["model_output"]) and proves(result.prev_sample)
 
-        limit = self.options.tolerance or STEP_LIMITS[call["model_output"].dtype]
         return self.shadow.run_both(
             kind,
-            limit,
+            self.options.tolerance or STEP_LIMITS[call["model_output"].dtype],
             original,
             replacement,
             stream=stream,
@@ -210,14 +204,13 @@ class FastStep(Replacement):
             for kind in list(self.shadow.errors):
                 self.shadow.drop(kind)
         snapshot = Snapshot(scheduler, but=OF_A_LOOP, methods=METHODS)
-        why, measured = why_replaced(scheduler), None
+        measured = None
         try:
-            measured = from_diffusers(scheduler, **options) if why is None else None
+            check_methods(scheduler)
+            measured = from_diffusers(scheduler, **options)
         except (TypeError, ValueError) as error:
-            why = str(error)
-        if why is not None:
             name = f"{type(scheduler).__name__}.step"
-            say_fallback(name, f"cannot be fused: {why}", self.options.fallback)
+            say_fallback(name, f"cannot be fused: {error}", self.options.fallback)
         self._tables.insert(0, _Table(snapshot, counts, measured))
         return self._tables[0] if measured is not None else None
 

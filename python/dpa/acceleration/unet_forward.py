@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,14 +10,13 @@ from torch import Tensor, nn, promote_types
 
 from dpa.acceleration.shadow_run import Options, ShadowRun, say_fallback
 from dpa.library.compiling import constant_in_graphs
-from dpa.library.holding import holding
 from dpa.nn.family import Network, NotInFamily, recognise, run_network
 from dpa.nn.plain import is_exporting
 from dpa.packed.agreement import STEP_LIMITS, example, limit
 from dpa.packed.config import runs_packed
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.forwards import Forwards
-from dpa.tracking import is_observed, stamp_of
+from dpa.tracking import find, is_observed, stamp_of
 from dpa.tracking.replacing import Replacement, class_of
 
 _PACKABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,10 +70,6 @@ class Denoiser:
         """Return the error that passes: as the user chose, or a table allows."""
         dtypes = precision, self.packed_dtype(precision)
         return self.options.tolerance or limit(table, dtypes, self.weight.device)
-
-    def bypassing(self) -> AbstractContextManager[None]:
-        """Let this thread run the original."""
-        return holding(self.bypass, on=True)
 
 
 def _may_read() -> bool:
@@ -178,12 +172,8 @@ class FastForward(Replacement, Denoiser):
         network = self.prepare()
         if network is None:
             return self.refused
-        if self.unet.training:
-            config = getattr(self.unet, "config", None)
-            if getattr(config, "gradient_checkpointing", False):
-                return (
-                    "it recomputes activations to save memory, as its gradient_checkpointing says"
-                )
+        if self.unet.training and find(self.unet, "config.gradient_checkpointing"):
+            return "it recomputes activations to save memory, as its gradient_checkpointing says"
         if (why := network.tracker.no_one_op()) is not None:
             return why
         if self.weight.device.type not in _DEVICES:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpa.acceleration.encoder_forward import FastEncoder
+from dpa.acceleration.loop_samplers import Route
 from dpa.acceleration.policy_loop import FastLoop
-from dpa.acceleration.routes import Route
 from dpa.acceleration.shadow_run import ShadowRun, tensors_of
 from dpa.library.capture import (
     another_stream,
@@ -26,6 +26,7 @@ from dpa.library.capture import (
     no_autocast_cache,
 )
 from dpa.library.checks import first_line
+from dpa.library.holding import holding
 from dpa.packed.agreement import LOOP_LIMITS
 from dpa.packed.encoder_kernels import EncoderKernels
 from dpa.packed.joint_encoders import JointEncoders
@@ -83,7 +84,7 @@ class WholeCall(Replacement):
         """Predict, with the arguments of the method that this one replaces."""
         loop = replaced(self.policy, "conditional_sample")
         call = _Call.of(args, kwargs) if isinstance(loop, FastLoop) else None
-        if call is None or self.policy.training or loop.held is not None:
+        if call is None or self.policy.training or loop.thread.held is not None:
             return self.original(*args, **kwargs)
         with self._lock:
             found = self._graphs.get(call.kind)
@@ -136,7 +137,7 @@ class WholeCall(Replacement):
         results, before = [], stream.get_offset()
 
         def parts(own: torch.Generator | None) -> Any:
-            with loop.drawing_from(own):
+            with holding(loop.thread, generator=own):
                 results.append(self.original(*call.args, **call.kwargs))
             return results[-1]
 
@@ -274,7 +275,7 @@ class _Graph:
             # beside the call.
             packed = [*([] if route is None else [route.sampler.packed]), *encoders]
             with torch.cuda.stream(beside):
-                self._comparisons = [one.weights.captured_start() for one in packed]
+                compared = [one.weights.captured_start() for one in packed]
             main.wait_stream(beside)
         if not self._modules.holds():
             raise _ChangesItself
@@ -285,7 +286,8 @@ class _Graph:
         self._graph, self._loop, self._route, self._leaves = graph, loop, route, leaves
         self._inside = any(module is route.forward.unet for module in whole.policy.modules())
         self._packed = route.sampler.packed
-        self._held = [(one, one.generation) for one in packed]  # and the memory that they were in
+        generations = [one.generation for one in packed]  # the memory that they were in
+        self._held = list(zip(packed, generations, compared, strict=True))
         self._generator = torch.cuda.default_generators[call.device.index]
         self._done, self._last = torch.cuda.Event(), torch.cuda.current_stream(call.device)
         self.limit = route.forward.limit(LOOP_LIMITS, route.forward.precision())
@@ -315,13 +317,15 @@ class _Graph:
         """
         before = self._generator.get_offset()
         with contextlib.ExitStack() as locks:
-            for packed, _ in self._held:
+            for packed, *_ in self._held:
                 locks.enter_context(packed.lock)
             self._packed.memory(self._given[0].device)
             result = self.replay(tensors)
             after = self._generator.get_offset()
-            holds = self._started() and self._holds()
-            held = [(packed, packed.weights) for packed, _ in self._held]
+            # Whether the comparisons that were launched are of what is remembered.
+            started = [c is None or packed.weights.started(c) for packed, _, c in self._held]
+            holds = all(started) and self._holds()
+            held = [(packed, packed.weights) for packed, *_ in self._held]
             stale = [one for one, weights in held if weights.changed() or weights.values_changed()]
             holds = holds and not any(one.weights.moved() for one in stale)
             if holds and not stale:
@@ -334,13 +338,8 @@ class _Graph:
             again = holds and self._lies()
             return again, self.replay(tensors) if again else None
 
-    def _started(self) -> bool:
-        """Whether the comparisons that were launched are of what is remembered."""
-        pairs = zip(self._held, self._comparisons, strict=True)
-        return all(one is None or packed.weights.started(one) for (packed, _), one in pairs)
-
     def _lies(self) -> bool:
-        return all(packed.generation == generation for packed, generation in self._held)
+        return all(packed.generation == generation for packed, generation, _ in self._held)
 
     def _holds(self) -> bool:
         # The policy's modules are the network's too, where it is one of them.
