@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from dpa.acceleration.loops import Loop
 from dpa.acceleration.policy_loop import FastLoop
 from dpa.acceleration.scheduler_step import FastStep, why_no_step, why_no_table
 from dpa.acceleration.unet_forward import FastForward
-from dpa.acceleration.whole_call import WHOLE_CALLS, WholeCall
+from dpa.acceleration.whole_call import WholeCall
 from dpa.library import html
 from dpa.nn import image_encoder
 from dpa.nn.family import Network, NotInFamily, is_of_family, recognise, resembles
@@ -111,7 +111,7 @@ class Found:
 
 
 class Survey:
-    """What a model holds: its modules by path, which of them are U-Nets of the family, its loops.
+    """What a model holds: which of its modules are U-Nets or image encoders, and its loops.
 
     Args:
         model: the model.
@@ -126,13 +126,19 @@ class Survey:
 
     def __init__(self, model: Any, given: tuple[Loop, ...] | None = None):
         self.model = model
-        modules = [module for _, module in modules_of(model)]
-        self.networks: dict[nn.Module, Network | str] = {}
+        owners = list(owners_of(model))
+        modules = [owner for _, owner in owners if isinstance(owner, nn.Module)]
+        self.networks: dict[nn.Module, Network | str] = {
+            module: _recognised(module, _network) for module in modules if resembles(module)
+        }
+        self.encoders: dict[nn.Module, Encoder | str] = {}
+        inside: set[nn.Module] = set()  # no encoder lies inside of another
         for module in modules:
-            if resembles(module):
-                self.networks[module] = _recognised(module)
-        self.encoders = dict(_encoders(modules))
-        owners = [] if is_scheduler(model) else list(owners_of(model))
+            apart = module not in inside and image_encoder.resembles(module)
+            if apart and next(module.parameters(), None) is not None:
+                self.encoders[module] = _recognised(module, _encoder)
+                inside.update(module.modules())
+        owners = [] if is_scheduler(model) else owners
         places = [place for path, owner in owners for place in _loops_of(path, owner)]
         # A part of a policy may have a loop that its owner's is known by.
         held = [(place.owner, h) for place in places if place.loop for h in place.loop.holders]
@@ -143,11 +149,8 @@ class Survey:
             if not found:
                 why = loop.missing(model)
                 raise TypeError(f"accelerate: model must have the loop {loop.method}, but {why}")
-            mine = [place for place in self.loops if place.owner is not found[0][1]]
-            same = [
-                place for place in self.loops if place.owner is found[0][1] and place.loop in given
-            ]
-            self.loops = [*mine, *same, Found(*found[0], loop, None)]
+            others = [p for p in self.loops if p.owner is not found[0][1] or p.loop in given]
+            self.loops = [*others, Found(*found[0], loop, None)]
 
     def report(self) -> Report:
         """Return the findings, in the order in which they lie in the model."""
@@ -244,16 +247,9 @@ def _loops_of(path: str, owner: Any) -> list[Found]:
     return [Found(path, owner, None, other[0] if other else takes)]
 
 
-def whole_call_of(policy: nn.Module) -> str | None:
-    """Return the name of a policy's method from observations to actions, or None."""
-    names = [n for n in WHOLE_CALLS if hasattr(type(policy), n) and n not in vars(policy)]
-    return names[0] if names else None
-
-
 def _call_finding(path: str, policy: nn.Module) -> Iterator[Finding]:
     """Yield what replays a policy's whole call, on a GPU."""
-    found = [replaced(policy, name) for name in WHOLE_CALLS]
-    calls = [call for call in found if isinstance(call, WholeCall)]
+    calls = [call for call in replacements(policy).values() if isinstance(call, WholeCall)]
     parameter = next(policy.parameters(), None)
     for call in calls if parameter is not None and parameter.is_cuda else []:
         why = call.refused
@@ -287,8 +283,8 @@ def _alone(finding: Finding) -> Finding:
     return replace(finding, how=how)
 
 
-def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules inside a module, or inside the attributes of a plain object, once each."""
+def owners_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a model and the modules inside it, or inside its attributes, by path, once each."""
     seen: set[int] = set()
 
     def walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module]]:
@@ -306,14 +302,9 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
             for name, inner in list(vars(value).items()):
                 yield from walk(f"{path}.{name}".lstrip("."), inner, depth - 1)
 
-    yield from walk("", model, 3)
-
-
-def owners_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules inside a model, and the model itself where it is none."""
     if not isinstance(model, nn.Module) and hasattr(model, "__dict__"):
         yield "", model
-    yield from modules_of(model)
+    yield from walk("", model, 3)
 
 
 def is_scheduler(model: Any) -> bool:
@@ -322,49 +313,35 @@ def is_scheduler(model: Any) -> bool:
     return not isinstance(model, nn.Module) and all(hasattr(model, part) for part in parts)
 
 
-def _recognised(module: nn.Module) -> Network | str:
-    """Return a U-Net as one of the family, or why it cannot be accelerated."""
+def _recognised(module: nn.Module, recognise: Callable[[nn.Module], Any]) -> Any:
+    """Return what a module was recognised as, or why it cannot be accelerated."""
     forward = replaced_forward(module)
-    if isinstance(forward, FastForward):
+    if isinstance(forward, FastForward | FastEncoder):
         return forward.prepare() or str(forward.refused)
     if forward is not None:
         return "its forward was replaced on the object"
     try:
-        network = recognise(module)
-    except NotInFamily as error:
+        return recognise(module)
+    except (NotInFamily, NotAnEncoder) as error:
         return str(error)
+
+
+def _network(module: nn.Module) -> Network | str:
+    network = recognise(module)
     if network.unconditioned and network.local_cond_dim is not None:
         return "blocks without conditioning are not supported beside local conditioning"
     return network
 
 
-def _encoders(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Encoder | str]]:
-    """Yield image encoders that dpa runs where they lie, or why it does not; none inside others."""
-    inside: set[int] = set()
-    for module in modules:
-        first = next(module.parameters(), None) if image_encoder.resembles(module) else None
-        if first is None or id(module) in inside:
-            continue
-        forward = replaced_forward(module)
-        inside.update(map(id, module.modules()))
-        if isinstance(forward, FastEncoder):
-            yield module, forward.prepare() or str(forward.refused)
-        elif forward is not None:
-            yield module, "its forward was replaced on the object"
-        else:
-            yield module, _encoder(module, first)
-
-
-def _encoder(module: nn.Module, first: nn.Parameter) -> Encoder | str:
-    try:
-        # Whether float32 may round to TF32 is asked in every call: it is a setting of PyTorch's.
-        why = why_not(first.dtype, first.device, torch.bfloat16 if first.is_cuda else None)
-        encoder = image_encoder.recognise(module)
-        if first.is_cuda and why is None:
-            EncoderProgram.of(encoder)
-        return why or encoder
-    except NotAnEncoder as error:
-        return str(error)
+def _encoder(module: nn.Module) -> Encoder | str:
+    """Return an image encoder that dpa runs where it lies, or why it does not."""
+    first = next(module.parameters())
+    # Whether float32 may round to TF32 is asked in every call: it is a setting of PyTorch's.
+    why = why_not(first.dtype, first.device, torch.bfloat16 if first.is_cuda else None)
+    encoder = image_encoder.recognise(module)
+    if first.is_cuda and why is None:
+        EncoderProgram.of(encoder)
+    return why or encoder
 
 
 def _how(module: nn.Module, network: Network, mode: str) -> str:
