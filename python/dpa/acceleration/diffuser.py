@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall, levels_of_ddpm, rows_of_ddpm
+from dpa.acceleration.loops import Loop, LoopCall, ddpm_table
 from dpa.acceleration.unet_forward import FastForward
 from dpa.nn.family import resembles
-from dpa.schedulers.tables import StepTable, known_of, table_of
+from dpa.schedulers.tables import StepTable
 from dpa.tracking.replacing import class_of
 from dpa.training.graphed_calls import replaced_forward
 
-_ARGUMENTS = frozenset({"shape", "cond", "verbose", "return_chain", "return_diffusion"})
+_NEEDS = frozenset({"shape", "cond", "verbose"})
 
 
 class _Buffers:
@@ -77,17 +77,13 @@ def _end(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _table(policy: Any) -> StepTable:
-    count = policy.n_timesteps
     means = policy.posterior_mean_coef1, policy.posterior_mean_coef2
     deviations = torch.exp(0.5 * policy.posterior_log_variance_clipped)
-    rows = rows_of_ddpm(policy, count, means, deviations)[::-1]
     clip = 1.0 if policy.clip_denoised else math.inf
     # Its noise is made like the sample, which after a step lies in memory as x0 does: where that is
     # the network's output, channels before time.
-    transposed = (False, *[not policy.predict_epsilon] * (count - 1))
-    steps = list(reversed(range(count)))
-    known = known_of(rows, levels_of_ddpm(policy)[::-1])
-    return table_of(steps, rows, clip, (True,) * count, transposed=transposed, **known)
+    transposed = (False, *[not policy.predict_epsilon] * (policy.n_timesteps - 1))
+    return ddpm_table(policy, means, deviations, clip, transposed)
 
 
 DIFFUSER = Loop(
@@ -98,6 +94,6 @@ DIFFUSER = Loop(
     table=_table,
     no_grad=True,
     holders=(_Buffers,),
-    needs=frozenset({"shape", "cond", "verbose"}),
-    knows=_ARGUMENTS | {"sample_fn"},
+    needs=_NEEDS,
+    knows=_NEEDS | {"return_chain", "return_diffusion", "sample_fn"},
 )

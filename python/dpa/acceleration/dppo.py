@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpa.acceleration.loops import Loop, LoopCall, levels_of_ddpm, rows_of_ddpm
+from dpa.acceleration.loops import Loop, LoopCall, ddpm_table
 from dpa.schedulers.tables import StepTable, known_of, table_of
 from dpa.tracking.replacing import class_of
 
 _LEAST_STD = 1e-3
 _BEYOND = 9.0  # no normal random number of PyTorch's is
-_Steps = tuple[list[int], list[list[float]], list[list[float]]]  # the last are their levels
 _OWN = ("DiffusionModel.forward", "VPGDiffusion.forward")  # others differ in their steps
 
 
@@ -62,12 +61,10 @@ def _end(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _table(policy: Any) -> StepTable:
     most = policy.denoised_clip_value
     clip = math.inf if most is None else float(most)
-    found = _ddim(policy, most is not None) if policy.use_ddim else _ddpm(policy)
-    steps, rows, levels = found
-    return table_of(steps, rows, clip, (True,) * len(rows), **known_of(rows, levels))
+    return _ddim(policy, clip) if policy.use_ddim else _ddpm(policy, clip)
 
 
-def _ddim(policy: Any, clamps: bool) -> _Steps:
+def _ddim(policy: Any, clip: float) -> StepTable:
     if policy.eps_clip_value is not None:
         raise ValueError("its eps_clip_value clamps epsilon")
     names = ("ddim_alphas", "ddim_alphas_prev", "ddim_sqrt_one_minus_alphas")
@@ -75,20 +72,20 @@ def _ddim(policy: Any, clamps: bool) -> _Steps:
     for alpha, before, sigma in zip(*(getattr(policy, n).tolist() for n in names), strict=True):
         root, direction = math.sqrt(alpha), math.sqrt(1 - before)
         row = [1 / root, -sigma / root, math.sqrt(before), 0.0, direction, 0.0]
-        if clamps:  # epsilon is (sample - root * x0) / sigma
+        if clip < math.inf:  # epsilon is (sample - root * x0) / sigma
             row[2:5] = [row[2] - direction * root / sigma, direction / sigma, 0.0]
         rows.append(row)
         levels.append([root, sigma])
-    return policy.ddim_t.tolist(), rows, levels
+    steps = policy.ddim_t.tolist()
+    return table_of(steps, rows, clip, (True,) * len(rows), **known_of(rows, levels))
 
 
-def _ddpm(policy: Any) -> _Steps:
+def _ddpm(policy: Any, clip: float) -> StepTable:
     if not policy.randn_clip_value > _BEYOND:
         raise ValueError(f"its randn_clip_value of {policy.randn_clip_value} clamps noise")
     means = policy.ddpm_mu_coef1, policy.ddpm_mu_coef2
     deviations = torch.exp(0.5 * policy.ddpm_logvar_clipped).clamp(min=_LEAST_STD)
-    rows = rows_of_ddpm(policy, policy.denoising_steps, means, deviations)
-    return list(reversed(range(len(rows)))), rows[::-1], levels_of_ddpm(policy)[::-1]
+    return ddpm_table(policy, means, deviations, clip)
 
 
 DPPO = Loop(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpa.library.checks import require
 from dpa.schedulers.conversion import from_diffusers
-from dpa.schedulers.tables import StepTable
+from dpa.schedulers.tables import StepTable, known_of, table_of
 from dpa.tracking import Place, find
 from dpa.tracking.replacing import class_of
 
@@ -60,27 +60,30 @@ ORIGINAL = frozenset({"condition_data", "condition_mask", "generator"})
 CONDITIONED = ORIGINAL | {"local_cond", "global_cond"}
 
 
-def rows_of_ddpm(
-    policy: Any, count: int, means: tuple[Tensor, Tensor], deviations: Tensor
-) -> list[list[float]]:
-    """Return the rows of DDPM's steps, the first being the last one's, which adds no noise.
+def ddpm_table(
+    policy: Any,
+    means: tuple[Tensor, Tensor],
+    deviations: Tensor,
+    clip: float,
+    transposed: tuple[bool, ...] = (),
+) -> StepTable:
+    """Return DDPM's steps, of which the last takes noise and adds none.
 
     ``means`` weigh x0 and sample; what the network predicts is as the policy says.
     """
-    of_sample, of_output = [0.0] * count, [1.0] * count
-    if policy.predict_epsilon:
-        of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
-        of_output = [-value for value in policy.sqrt_recipm1_alphas_cumprod.tolist()]
-    of_x0, of_x = (mean.tolist() for mean in means)
-    columns = zip(of_sample, of_output, of_x0, of_x, [0.0, *deviations.tolist()[1:]], strict=True)
-    return [[a, b, x0, x, 0.0, std] for a, b, x0, x, std in columns]
-
-
-def levels_of_ddpm(policy: Any) -> list[list[float]]:
-    """Return how much of x0 and of noise is in the samples that DDPM's steps take, as its rows."""
     of_sample = policy.sqrt_recip_alphas_cumprod.tolist()
     of_noise = policy.sqrt_recipm1_alphas_cumprod.tolist()
-    return [[1 / a, b / a] for a, b in zip(of_sample, of_noise, strict=True)]
+    levels = [[1 / a, b / a] for a, b in zip(of_sample, of_noise, strict=True)]
+    count = len(levels)
+    to_x0 = [(0.0, 1.0)] * count
+    if policy.predict_epsilon:
+        to_x0 = [(a, -b) for a, b in zip(of_sample, of_noise, strict=True)]
+    of_x0, of_x = (mean.tolist() for mean in means)
+    columns = zip(to_x0, of_x0, of_x, [0.0, *deviations.tolist()[1:]], strict=True)
+    rows = [[*pair, x0, x, 0.0, std] for pair, x0, x, std in columns][::-1]
+    known = known_of(rows, levels[::-1])
+    steps = list(reversed(range(count)))
+    return table_of(steps, rows, clip, (True,) * count, transposed=transposed, **known)
 
 
 def sample_itself(policy: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -141,15 +144,11 @@ class Loop:
         """Return the scheduler, or None."""
         return None if self.table is not None else find(policy, self.scheduler)
 
-    def steps_of(self, policy: Any) -> int | None:
-        """Return the number of steps, or None for those that the scheduler holds."""
-        return None if self.steps is None else find(policy, self.steps)
-
     def table_of(self, policy: Any, options: Mapping[str, Any]) -> StepTable:
         """Return the steps; raise what :func:`from_diffusers` raises."""
         if self.table is not None:
             return self.table(policy, **options)
-        scheduler, steps = self.scheduler_of(policy), self.steps_of(policy)
+        scheduler, steps = find(policy, self.scheduler), find(policy, self.steps)
         return from_diffusers(scheduler, steps, **options, scaled=self.scaled)
 
     def missing(self, policy: Any) -> str | None:
