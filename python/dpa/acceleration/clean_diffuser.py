@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from math import expm1
 from typing import Any
 
@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from dpa.acceleration.loops import Loop, LoopCall
 from dpa.schedulers.tables import StepTable, known_of, table_of
+from dpa.tracking.reads import frozen
 from dpa.tracking.replacing import class_of
-from dpa.tracking.weights import version_of
 
 # What an agent calls beside these is left to it.
 _NEUTRAL = {"requires_grad": False, "preserve_history": False, "warm_start_reference": None}
 _OF_ALL = frozenset({"prior", "n_samples", "sample_steps", "condition_cfg", "w_cfg"})
-# Of EDM's agents what their schedules were made of, and those that were compared, with versions.
-_schedules: weakref.WeakKeyDictionary[Any, tuple[Any, list[tuple[Tensor, int]]]]
-_schedules = weakref.WeakKeyDictionary()
+# Of EDM's agents the schedules that were compared, with what they were made of.
+_schedules: weakref.WeakKeyDictionary[Any, tuple[Any, list[Any]]] = weakref.WeakKeyDictionary()
 _KEPT_TIMES = 0.005  # below it Heun's second evaluation is left out
 
 
@@ -235,18 +234,10 @@ def _check_schedule(agent: Any, count: int) -> None:
     """Let an agent make its schedule where the original does, and raise where it is another one."""
     if count != agent.sample_steps:
         agent.set_sample_steps(count)
-    held = [getattr(agent, name, None) for name in _OF_SIGMAS]
-    held = [(value, version_of(value)) for value in held if isinstance(value, Tensor)]
-    of = count, agent.sigma_min, agent.sigma_max, agent.rho
-    made_of, before = _schedules.get(agent, (None, []))
-    if (
-        of == made_of
-        and len(held) == len(before)
-        and all(
-            now is then and version == seen
-            for (now, version), (then, seen) in zip(held, before, strict=True)
-        )
-    ):
+    held: list[Any] = []  # what is compared by its id, which stays its own while it lives
+    sigmas = [getattr(agent, name, None) for name in _OF_SIGMAS]
+    state = frozen([count, agent.sigma_min, agent.sigma_max, agent.rho, sigmas], held)
+    if state == _schedules.get(agent, (None,))[0]:
         return
     (fresh := copy.copy(agent)).set_sample_steps(count)
     for name in _OF_SIGMAS:
@@ -255,7 +246,7 @@ def _check_schedule(agent: Any, count: int) -> None:
             isinstance(now, Tensor) and not torch.equal(now, made)
         ):
             raise ValueError(f"its {name} is not what its set_sample_steps makes")
-    _schedules[agent] = of, held
+    _schedules[agent] = state, held
 
 
 def _end_edm(agent: Any, sample: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -292,9 +283,7 @@ def _edm(agent: Any, count: int = 5, solver: str = "euler") -> StepTable:
 
 _KNOWS = _OF_ALL | {"use_ema", "mask_cfg", "temperature", "condition_cg", "w_cg", "kwargs"}
 _KNOWS |= _NEUTRAL.keys()
-_OF_SDES = frozenset(
-    {"sample_step_schedule", "diffusion_x_sampling_steps", "warm_start_forward_level"}
-)
+_OF_SDES = {"solver", "diffusion_x_sampling_steps", "warm_start_forward_level"}
 _OF_SIGMAS = ("sigma_s", "t_s", "scale_s", "dot_sigma_s", "dot_scale_s", "x_weight_s", "D_weight_s")
 
 
@@ -304,10 +293,13 @@ def _loop(
     end: Callable[..., Any],
     table: Callable[..., StepTable],
     has: str,
-    known: frozenset[str] = frozenset(),
+    further: Set[str] = frozenset(),
     changing: tuple[str, ...] = (),
 ) -> Loop:
-    """Return the loop of a kind of agents, whose ``sample`` has an argument of that name."""
+    """Return the loop of a kind of agents, whose ``sample`` has an argument of that name.
+
+    It may have ``further`` ones.
+    """
     return Loop(
         "sample",
         functools.partial(_network, kind),
@@ -315,7 +307,7 @@ def _loop(
         end,
         table=table,
         needs=_OF_ALL | {has},
-        knows=_KNOWS | known,
+        knows=_KNOWS | {has} | further,
         changing=("model", *changing),  # in training; calls that use it are the original's
         scheduler=None,
         steps=None,
@@ -325,19 +317,8 @@ def _loop(
 
 CLEAN_DDPM = _loop("DDPM", _begin_ddpm, _end_ddpm, _ddpm, has="temperature")
 CLEAN_SDE = _loop(
-    "DiscreteDiffusionSDE",
-    _begin_sde,
-    _end_sde,
-    _sde,
-    has="sample_step_schedule",
-    known=_OF_SDES | {"solver"},
+    "DiscreteDiffusionSDE", _begin_sde, _end_sde, _sde, has="sample_step_schedule", further=_OF_SDES
 )
 CLEAN_EDM = _loop(
-    "EDM",
-    _begin_edm,
-    _end_edm,
-    _edm,
-    has="solver",
-    known=frozenset({"solver"}),
-    changing=("sample_steps", *_OF_SIGMAS),
+    "EDM", _begin_edm, _end_edm, _edm, has="solver", changing=("sample_steps", *_OF_SIGMAS)
 )

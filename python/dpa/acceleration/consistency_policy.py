@@ -76,26 +76,19 @@ def _begin_student(policy: Any, condition_data: Tensor, **others: Any) -> LoopCa
     if call is None or (policy.chain and call.generator is not None):
         return None  # the chain's noise is none of the generator's
     stop = float(_embedded(torch.tensor(policy.noise_scheduler.time_min, device="cpu")))
-    like = condition_data
-    stops = torch.full((len(like),), stop, device=like.device, dtype=torch.float32)
+    stops = condition_data.new_full((len(condition_data),), stop, dtype=torch.float32)
     call.conditions = {**call.conditions, "stoptime": stops}
     call.one_stream = not policy.chain
     return call
 
 
-def _chained_times(policy: Any) -> Tensor:
-    """Return the times of the student's steps, float32."""
-    scheduler, times = policy.noise_scheduler, []
-    if policy.chain:
-        times = torch.tensor([float(t) for t in policy.chaining_times[1:]], device="cpu")
-        if policy.chaining_times[0] == "C":
-            times = scheduler.timesteps_to_times(times)
-        times = times.tolist()
-    return torch.tensor([scheduler.time_max, *times], dtype=torch.float32, device="cpu")
-
-
 def _student_steps(policy: Any) -> StepTable:
-    scheduler, times = policy.noise_scheduler, _chained_times(policy)
+    scheduler, chained = policy.noise_scheduler, []
+    if policy.chain:
+        chained = torch.tensor([float(t) for t in policy.chaining_times[1:]], device="cpu")
+        if policy.chaining_times[0] == "C":
+            chained = scheduler.timesteps_to_times(chained)
+    times = torch.tensor([scheduler.time_max, *chained], dtype=torch.float32, device="cpu")
     stop, rows = scheduler.time_min, []
     for time, following in itertools.zip_longest(times.tolist(), times[1:].tolist()):
         c_skip, c_out, c_in = _scalings(scheduler, time)

@@ -170,12 +170,6 @@ def _actions_of_lerobot(policy: Any, sample: Tensor, batch: Any) -> Tensor:
     return sample[:, first : first + policy.config.n_action_steps]
 
 
-def _is_flow(policy: Any) -> bool:
-    return find(policy, "objective") is not None and not hasattr(
-        policy.objective, "noise_scheduler"
-    )
-
-
 def _flow_of_lerobot(policy: Any) -> StepTable:
     config = policy.objective.config
     times = torch.linspace(0, 1, config.num_integration_steps + 1, device="cpu").tolist()
@@ -183,7 +177,9 @@ def _flow_of_lerobot(policy: Any) -> StepTable:
 
 
 def _flow_network(policy: Any) -> nn.Module | None:
-    return policy.noise_predictor if _is_flow(policy) else None
+    objective = find(policy, "objective")
+    flows = objective is not None and not hasattr(objective, "noise_scheduler")
+    return policy.noise_predictor if flows else None
 
 
 def _flow_policy_network(policy: Any) -> nn.Module | None:
