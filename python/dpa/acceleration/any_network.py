@@ -23,18 +23,19 @@ class AnyNetwork(Denoiser):
         self._look()
 
     def _look(self) -> None:
-        found = (
-            (m._parameters, n, p) for m in self.unet.modules() for n, p in m._parameters.items()
-        )
-        floating = [(held, n) for held, n, p in found if p is not None and p.is_floating_point()]
+        floating = [
+            (module._parameters, name)
+            for module in self.unet.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_floating_point()
+        ]
+        self.home = floating[0] if floating else ({}, "")
         self.network = self if floating else None
         self.tracker = Tracker(self.unet)
-        if floating:
-            self.home = floating[0]
 
     def prepare(self) -> AnyNetwork | None:
         """Return the network as it is now."""
-        held, name = self.home if self.network else ({}, "")
+        held, name = self.home
         if held.get(name) is None or not self.tracker.unchanged():
             self._look()
             self.generation += 1

@@ -131,8 +131,8 @@ class _Hook:
 
     def __init__(self, further: list[tuple[str, str]], say: Say, options: dict[str, Any]):
         self.say, self.options, self._further = say, options, further
-        known = (*KNOWN, *((re.escape(module), name) for module, name in further))
-        self._known = [(re.compile(module), re.compile(name)) for module, name in known]
+        modules = [module for module, _ in KNOWN] + [re.escape(module) for module, _ in further]
+        self._modules = re.compile("|".join(f"({module})" for module in modules))
         self._wrapped: list[tuple[type, Any]] = []
 
     def start(self) -> None:
@@ -150,7 +150,7 @@ class _Hook:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find a module that may hold policies, and look for them once it ran."""
-        if not any(module.fullmatch(name) for module, _ in self._known):
+        if not self._modules.fullmatch(name):
             return None
         found = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)
         spec = next((one for one in found if one is not None), None)
@@ -166,10 +166,10 @@ class _Hook:
 
     def _wrap_policies(self, module: ModuleType) -> None:
         name = getattr(module, "__name__", "")
-        named = [kind for of, kind in self._known if of.fullmatch(name)]
+        named = [kind for of, kind in KNOWN if re.fullmatch(of, name)]
         for value in list(vars(module).values()) if named else []:
             own = isinstance(value, type) and value.__module__ == name
-            if own and any(kind.fullmatch(value.__name__) for kind in named):
+            if own and any(re.fullmatch(kind, value.__name__) for kind in named):
                 self._wrap(value)
         for of, kind in self._further:
             value = getattr(module, kind, None) if of == name else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,10 @@ class FastEncoder(Replacement):
         (images,) = args
         weight = self.network.first.weight
         if images.dtype != weight.dtype or images.dim() != 4 or images.shape[1] != weight.shape[1]:
-            return self._others(images, weight)
+            try:
+                return self.original(images)
+            except (RuntimeError, ValueError, AssertionError):
+                self._refuse(images, weight)
         made_for = getattr(self.encoder, "input_shape", images.shape[1:])
         if images.device != weight.device or tuple(images.shape[1:]) != tuple(made_for):
             return self.original(images)  # which says what is wrong
@@ -114,23 +117,20 @@ class FastEncoder(Replacement):
         return self.shadow.run_both(kind, self.options.tolerance or limit(*table), *runs)
 
     def _may_run(self) -> bool:
-        recorded = torch.is_grad_enabled() or is_dispatched()
-        why = None if recorded else self.fallback_reason()
+        if torch.is_grad_enabled() or is_dispatched():
+            return False
+        why = self.fallback_reason()
         if why is not None and why is self.refused and not self.options.fallback:
             say_fallback(type(self.encoder).__name__, why, False)
-        if recorded or why is not None:
-            return False
-        return not torch.is_autocast_enabled(self.network.first.weight.device.type)
+        return why is None and not torch.is_autocast_enabled(self.network.first.weight.device.type)
 
     def _compute(self, weight: Tensor) -> torch.dtype:
         wanted = dtype_of(weight.dtype, self.options.dtype)
-        return (
-            wanted if weight.is_cuda or EncoderOnCpu.serves(weight.dtype, wanted) else weight.dtype
-        )
+        serves = weight.is_cuda or EncoderOnCpu.serves(weight.dtype, wanted)
+        return wanted if serves else weight.dtype
 
     def _run(self, images: Tensor) -> Tensor:
-        on_gpu = images.is_cuda
-        if self._packed is None or on_gpu != isinstance(self._packed, EncoderKernels):
+        if self._packed is None or images.is_cuda != isinstance(self._packed, EncoderKernels):
             self._packed = self._pack(images)
         return self._packed.run(images)
 
@@ -148,15 +148,7 @@ class FastEncoder(Replacement):
         """What a captured call reads: the packed weights on a GPU, where there are any."""
         return self._packed if isinstance(self._packed, EncoderKernels) else None
 
-    def _others(self, images: Tensor, weight: Tensor) -> Any:
-        """Return what the encoder makes of other images; where it raises, say what is wrong."""
-        try:
-            return self.original(images)
-        except (RuntimeError, ValueError, AssertionError):
-            self._refuse(images, weight)
-            raise
-
-    def _refuse(self, images: Tensor, weight: Tensor) -> None:
+    def _refuse(self, images: Tensor, weight: Tensor) -> NoReturn:
         """Raise for what the encoder's own layers refuse, in words about images."""
         shape, channels = tuple(images.shape), weight.shape[1]
         refuse = functools.partial(require, False, f"dpa: images for {name_of(self.encoder)}")

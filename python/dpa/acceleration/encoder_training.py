@@ -61,13 +61,10 @@ class GraphedEncoder(GraphedForward):
         dtype, images = self._dtypes.get(_autocast()), args[0] if args else None
         if dtype is None or not isinstance(images, Tensor) or not _gains(images):
             return self.original(*args, **kwargs)
-        with ChannelsLast(_weights(self.module)):
+        weights = [m.weight for m in self.module.modules() if isinstance(m, nn.Conv2d)]
+        with ChannelsLast(weights):
             out = value_of(super().original(*args, **kwargs))
         return in_order_of(out, dtype) if isinstance(out, Tensor) else out
-
-
-def _weights(module: nn.Module) -> list[Tensor]:
-    return [m.weight for m in module.modules() if isinstance(m, nn.Conv2d)]
 
 
 def _gains(images: Tensor) -> bool:

@@ -38,21 +38,16 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is no value of an option."""
-        modes = ("loop", "step", "chain")
-        require(self.mode in modes, "accelerate: mode", _one_of(modes), repr(self.mode))
+        for name, choices in (("mode", ("loop", "step", "chain")), ("weights", MODES)):
+            value, rule = getattr(self, name), f"be one of {', '.join(choices)}"
+            require(value in choices, f"accelerate: {name}", rule, repr(value))
         right = self.dtype in (None, torch.float32, torch.float16, torch.bfloat16)
         require(right, "accelerate: dtype", "be float32, float16 or bfloat16", self.dtype)
         right = self.training_dtype in (None, torch.bfloat16)
         require(right, "accelerate: training_dtype", "be bfloat16", self.training_dtype)
-        right = self.weights in MODES
-        require(right, "accelerate: weights", _one_of(MODES), repr(self.weights))
         number = isinstance(self.tolerance, numbers.Real) and 0 < self.tolerance < float("inf")
         right = self.tolerance is None or number
         require(right, "accelerate: tolerance", "be positive and finite", self.tolerance)
-
-
-def _one_of(choices: Sequence[str]) -> str:
-    return f"be one of {', '.join(choices)}"
 
 
 def say_fallback(what: str, why: str, fallback: bool) -> None:
@@ -174,7 +169,7 @@ class ShadowRun:
         expected = original(None)
         after = None if stream is None else stream.get_state()
         if not all(isinstance(part, Tensor) for part in parts(expected)):
-            self._refuse(kind, float("inf"), "does not return a tensor")
+            self._refuse(kind, "does not return a tensor")
             return expected
         if not (tells(expected) if tells else all(map(proves, parts(expected)))):
             return expected  # and the next call is the first
@@ -196,28 +191,23 @@ class ShadowRun:
         except (RuntimeError, ValueError) as problem:
             if self.basis() != stamp:
                 return expected
-            why = f"raised {first_line(problem)}"
-            self._refuse(kind, float("inf"), why)
+            self._refuse(kind, f"raised {first_line(problem)}")
             return expected
         if error is None:
             self.undecided += 1
             if self.undecided >= _UNDECIDED or private:
-                why = "takes other random numbers than the original"
-                self._refuse(kind, float("inf"), why)
+                self._refuse(kind, "takes other random numbers than the original")
             return expected
         self.undecided = 0
-        if error > limit and self.basis() != stamp:
-            return expected
-        self.errors[kind] = error
         if error <= limit:
+            self.errors[kind], self._voided = error, 0
             self.agreed.add(kind)
-            self._voided = 0
-        else:
+        elif self.basis() == stamp:
             why = f"differs from the original by {error:.1e} (relative), more than {limit:.0e}"
-            self._refuse(kind, error, why)
+            self._refuse(kind, why, error)
         return expected
 
-    def _refuse(self, kind: Hashable, error: float, why: str) -> None:
+    def _refuse(self, kind: Hashable, why: str, error: float = float("inf")) -> None:
         self.errors[kind], self._bases[kind], self.failed = error, self.basis(), why
         say_fallback(self.what, why, self.fallback)
 
