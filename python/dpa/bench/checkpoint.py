@@ -57,7 +57,7 @@ class Subject:
         loop: the denoising loop alone, None where it is the whole.
         chunk: from the prepared observation to a chunk of actions: encoders and loop.
         prepare: the preprocessing of an observation.
-        how: notes on how it runs.
+        how: gives notes on how it runs, once it has.
 
     """
 
@@ -68,7 +68,7 @@ class Subject:
     loop: Call | None = None
     chunk: Call | None = None
     prepare: Call | None = None
-    how: list[str] = field(default_factory=list)
+    how: Callable[[], list[str]] = list
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def compared(
         "device": device_name(choose_device(options.device)),
         "torch": torch.__version__,
         **ms,
-        "how": fast.how,
+        "how": fast.how(),
         "times faster": ms["plain"]["whole call"] / ms["dpa"]["whole call"],
     }
 
@@ -180,12 +180,12 @@ def _lerobot(options: Options, device: torch.device) -> tuple[Subject, Subject]:
     plain = _lerobot_subject(LeRobotPolicy(options.checkpoint, device, options.steps))
     policy = LeRobotPolicy(options.checkpoint, device, options.steps)
     dpa.accelerate(policy.policy, options.dtype)
-    fast = replace(_lerobot_subject(policy), network=None)
-    fast.whole()
-    fast.how = [
-        f"{f['path']} ({f['part']}): {f['how']}" for f in dpa.explain(policy.policy).to_dict()
-    ]
-    return plain, fast
+
+    def how() -> list[str]:
+        found = dpa.explain(policy.policy).to_dict()
+        return [f"{one['path']} ({one['part']}): {one['how']}" for one in found]
+
+    return plain, replace(_lerobot_subject(policy), network=None, how=how)
 
 
 def _lerobot_subject(policy: Any) -> Subject:
@@ -269,5 +269,5 @@ def _loop(options: Options, device: torch.device) -> tuple[Subject, Subject]:
     notes = [*source.assumed, "the encoder is not in the file, or not measured"]
     return (
         Subject(what, steps, plain_loop, lambda: network(sample, timestep, None, cond)),
-        Subject(what, steps, lambda: sampler(cond, batch_size=1), how=notes),
+        Subject(what, steps, lambda: sampler(cond, batch_size=1), how=lambda: notes),
     )

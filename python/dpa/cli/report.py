@@ -69,9 +69,9 @@ def info(
         else:
             _print_findings(found)
         raise typer.Exit(1)
-    from dpa.diagnostics.info import info as collect
+    from dpa.diagnostics.info import info_of
 
-    facts = collect()
+    facts = info_of(host)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

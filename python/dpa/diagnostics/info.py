@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dpa.diagnostics.doctor import advice, examine
-from dpa.diagnostics.host import look
+from dpa.diagnostics.host import Host, look
 from dpa.library import html
 
 _KEYS = ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU", "AutocastCUDA")
@@ -38,7 +38,12 @@ def info() -> Info:
 
     ``advice`` has one line for each problem found, with what mends it.
     """
-    host, has = look(), torch._C._dispatch_has_kernel_for_dispatch_key
+    return info_of(look())
+
+
+def info_of(host: Host) -> Info:
+    """The same of a machine that was looked at."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     for number, (name, (major, minor)) in enumerate(host.gpus):
         devices[f"cuda:{number}"] = f"{name}, compute capability {major}.{minor}"
