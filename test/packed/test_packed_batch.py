@@ -8,7 +8,6 @@ from test_packed import ERROR, _rounded_to_e4m3, error
 
 import dpa
 from dpa.nn import ConditionalUnet1D
-from dpa.packed import batch
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.fused_loop import Window
 
@@ -61,7 +60,7 @@ def test_forward(hopper, dtype):
 )
 def test_groups_of_no_whole_vectors(hopper, dtype, dims, kernel, horizon, monkeypatch):
     """Groups of 5 to 65 channels, and of two inputs side by side, against float64."""
-    monkeypatch.setattr(batch, "served", lambda *_: True)
+    monkeypatch.setattr("dpa.packed.unet.path_of", lambda *_: "layers")
     unet = _net(hopper, dims, kernel_size=kernel)
     exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
     packed = PackedUnet(unet, dtype)
@@ -79,7 +78,7 @@ def test_groups_of_no_whole_vectors(hopper, dtype, dims, kernel, horizon, monkey
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_states_of_one_observation(hopper, dtype, monkeypatch):
     """Those of parallel sampling, whose FiLM is made once for all timesteps, against float64."""
-    monkeypatch.setattr(batch, "served", lambda *_: True)
+    monkeypatch.setattr("dpa.packed.unet.path_of", lambda *_: "layers")
     unet = _net(hopper)
     exact = copy.deepcopy(unet if dtype.itemsize > 1 else _rounded_to_e4m3(unet)).double()
     packed = PackedUnet(unet, dtype)
@@ -124,7 +123,7 @@ def test_batches_in_clusters(hopper, dtype, dims, kernel, count, horizon):
 @pytest.mark.parametrize("inpainting", [False, True])
 def test_loop(hopper, dtype, inpainting, monkeypatch):
     """Captured or not, the loop of layers is the loop in one kernel up to rounding."""
-    monkeypatch.setattr(batch, "served", lambda *_: True)
+    monkeypatch.setattr("dpa.packed.unet.path_of", lambda *_: "layers")
     unet = _net(hopper)
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=6, beta_schedule="squaredcos_cap_v2")
     _, cond = _inputs(hopper, 40)
@@ -146,7 +145,7 @@ def test_loop(hopper, dtype, inpainting, monkeypatch):
     assert torch.equal(layers, called)
     if inpainting:
         assert torch.equal(layers[:, :2], given["condition_data"][:, :2])
-    monkeypatch.setattr(batch, "served", lambda *_: False)
+    monkeypatch.setattr("dpa.packed.unet.path_of", lambda *_: "phases")
     assert error(layers, run()) < 2 * ERROR[torch.float16 if dtype.itemsize == 1 else dtype]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpa.packed.config import path_of
-
 _ACTIVATIONS = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.bfloat16,
@@ -14,16 +12,6 @@ _ACTIVATIONS = {
     torch.float8_e4m3fn: torch.float16,
 }
 _FLOAT32 = ("down_modules.0.0.blocks.0.", "down_modules.0.0.residual", "final_conv.1")
-
-
-def served(layout: list[int], dtype: torch.dtype, sample: Tensor) -> bool:
-    """Whether calls of such a sample, (B, T, Da), run layer by layer.
-
-    ``layout`` and ``dtype`` are what the weights for the other kernels are packed by.
-    """
-    if dtype not in _ACTIVATIONS or not sample.is_cuda:
-        return False
-    return path_of(tuple(layout), dtype, *sample.shape[:2], sample.device) == "layers"
 
 
 class BatchWeights:

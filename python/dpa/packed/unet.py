@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from dpa.library.first_use import saying_what_takes_long
 from dpa.nn.family import Network, recognise
 from dpa.nn.parts import film_rows
 from dpa.packed import batch
-from dpa.packed.config import config_of, packing_for
+from dpa.packed.config import config_of, packing_for, path_of
 from dpa.packed.local_cond import LocalEncoder
-from dpa.schedulers.stepping import loop_of
+from dpa.schedulers.inpainting import Inpainting
+from dpa.schedulers.stepping import loop
+from dpa.schedulers.tables import StepTable
 from dpa.tracking import WeightTracker
 
 _memories = itertools.count(1)
@@ -63,13 +66,7 @@ class PackedUnet:
         size: tuple[int, int, bool] | None = None,
     ):
         require(dtype in _DTYPES, "dtype", "be float32, float16, bfloat16 or float8_e4m3fn", dtype)
-        self.unet, self.dtype, self._mode = unet, dtype, weights
-        self._start(network, size)
-
-    def _start(
-        self, network: Network | None = None, size: tuple[int, int, bool] | None = None
-    ) -> None:
-        self._size = size
+        self.unet, self.dtype, self._mode, self._size = unet, dtype, weights, size
         # Of the same network, for calls of other sizes too: by their layout and type.
         self._others: dict[tuple[tuple[int, ...], torch.dtype], PackedUnet] = {}
         self._packed: Tensor | None = None
@@ -81,24 +78,19 @@ class PackedUnet:
         self._films = WeakTensorKeyDictionary()  # the timesteps of each that step_film made
         # On a GPU: the stream that packed, what is recorded there, and the others that read since.
         self._stream: torch.cuda.Stream | None = None
-        self.packed_on = 0  # the stream's address
         self._ready: torch.cuda.Event | None = None
         self._readers: set[torch.cuda.Stream] = set()
         self.lock = threading.RLock()
         self._read(network)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Callable[..., PackedUnet], tuple[nn.Module, torch.dtype]]:
         """Leave out what is made again from the network: a copy has its own."""
-        return {"unet": self.unet, "dtype": self.dtype, "_mode": self._mode}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
+        return functools.partial(PackedUnet, weights=self._mode), (self.unet, self.dtype)
 
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
         self.config = config_of(self.network)
-        self._layers = self.network.layers() if self.network.film_apart else None
+        self._film_layers = self.network.layers() if self.network.film_apart else None
         self._places: list[int] = []
         self._names = torch.ops.dpa.unet1d_weight_names(self.config)
         self._kept_in = batch.kept_in(self._given(), self.dtype)
@@ -145,7 +137,7 @@ class PackedUnet:
                 self._read()
                 self._packed = None  # of another size, perhaps
             places = [value.data_ptr() for value in self.network.parameters().values()]
-            apart = (self._layers, self._local, self._batch)
+            apart = (self._film_layers, self._local, self._batch)
             if any(part is not None for part in apart) and places != self._places:
                 self._packed = None  # a captured graph reads layers where they lay
             self._places = places
@@ -171,7 +163,6 @@ class PackedUnet:
                 self._stream = None
                 if packed.is_cuda:
                     self._stream = torch.cuda.current_stream(packed.device)
-                    self.packed_on = self._stream.cuda_stream
                     self._read_by(self._stream)
                     self._ready = self._stream.record_event()
             return self._packed
@@ -184,7 +175,7 @@ class PackedUnet:
             return torch.ops.dpa.unet1d_pack(list(given.values()), self._layout, self._kind)
 
     def _packing(self, size: tuple[int, int, bool] | None) -> tuple[list[int], torch.dtype]:
-        if size is None or self._layers is not None:
+        if size is None or self._film_layers is not None:
             return self.config, self._kept_in
         batch, horizon, layers = size
         device = self.weights.placement[0]
@@ -207,20 +198,16 @@ class PackedUnet:
                 stream.wait_stream(other)
         self._readers.clear()
 
-    def _readable(self) -> Tensor:
-        """The packed weights, once the current stream waits for the one that packed them."""
+    def readable(self) -> Tensor:
+        """Return the packed weights, once the current stream waits for the one that packed them."""
         home, current = self._stream, torch._C._cuda_getCurrentRawStream
-        if home is not None and current(home.device_index) != self.packed_on:
-            self.lend()
-        return self._packed
-
-    def lend(self) -> None:
-        """Let the current stream read what another one packed, as ``packed_on`` says."""
-        if not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self._stream.device)
+        elsewhere = home is not None and current(home.device_index) != home.cuda_stream
+        if elsewhere and not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(home.device)
             stream.wait_event(self._ready)
             self._read_by(stream)
             self._readers.add(stream)
+        return self._packed
 
     def stale(self) -> bool:
         """Whether modules changed, or weights lie elsewhere or were written, by their versions."""
@@ -241,13 +228,13 @@ class PackedUnet:
         with self.lock:
             self.weights.start()
             stale = self.stale() if modules else self._packed is None or self.weights.changed()
-            return self.repack() if stale or self.weights.values_changed() else self._readable()
+            return self.repack() if stale or self.weights.values_changed() else self.readable()
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the packed weights as they are, packing only where there are none there yet."""
         if self._packed is None or self._packed.device != device:
             return self.repack()
-        return self._readable()
+        return self.readable()
 
     def _captured(self) -> bool:
         return self.weights.placement[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -262,7 +249,7 @@ class PackedUnet:
         if torch.compiler.is_compiling() and self._packed is not None:
             return self._packed
         if not self.stale():
-            return self._readable()
+            return self.readable()
         return self._pack() if self._captured() else self.repack()
 
     def __call__(
@@ -276,7 +263,8 @@ class PackedUnet:
 
         The timestep is the network's: a number, or a tensor of shape (), (1,) or (B,).
         """
-        dtype = torch.float32 if self._layers is None else None  # which may tell integers apart
+        # Layers that make FiLM may tell integers apart.
+        dtype = torch.float32 if self._film_layers is None else None
         steps = torch.as_tensor(timestep, dtype=dtype, device=sample.device)
         if steps.numel() == 1:
             steps = steps.reshape(1).expand(sample.shape[0])
@@ -297,7 +285,7 @@ class PackedUnet:
         if layers is not None:
             return layers.forward(sample, timesteps, global_cond, local)
         weights = packed, self._layout, self._kind
-        if self._layers is None:
+        if self._film_layers is None:
             local = self._filled_up(local)
             return torch.ops.dpa.unet1d(sample, timesteps, global_cond, *weights, local)
         return torch.ops.dpa.unet1d_on_film(sample, self._rows(timesteps, global_cond), *weights)
@@ -315,9 +303,10 @@ class PackedUnet:
 
     def in_layers(self, sample: Tensor) -> batch.BatchWeights | None:
         """Return what runs so many samples layer by layer; None where that is not faster."""
-        if torch.compiler.is_compiling() or self._layers is not None:
+        if torch.compiler.is_compiling() or self._film_layers is not None or not sample.is_cuda:
             return None
-        if not batch.served(self._layout, self._kind, sample):
+        calls = *sample.shape[:2], sample.device
+        if path_of(tuple(self._layout), self._kind, *calls) != "layers":
             return None
         if self._batch is None and not self._captured():
             self._batch_wanted = True
@@ -330,7 +319,7 @@ class PackedUnet:
         if global_cond is not None:
             global_cond = global_cond.to(dtype).expand(len(timesteps), -1)
         with torch.no_grad():
-            return film_rows(self._layers, timesteps, global_cond).float()
+            return film_rows(self._film_layers, timesteps, global_cond).float()
 
     def run(
         self,
@@ -349,7 +338,7 @@ class PackedUnet:
             if not known or self.weights.changed():
                 return self._forward(*given, self.follow(modules=False))
             self.weights.start()
-            result = self._forward(*given, self._readable())
+            result = self._forward(*given, self.readable())
             if not self.weights.values_changed():
                 return result
             return self._forward(*given, self.repack())
@@ -365,7 +354,7 @@ class PackedUnet:
             (S, R), float32, rows for ``on_film``.
 
         """
-        if self._layers is not None:
+        if self._film_layers is not None:
             return self._rows(timesteps, global_cond)
         weights = self.packed, self._layout, self._kind
         return torch.ops.dpa.unet1d_film(timesteps, global_cond, *weights)
@@ -382,7 +371,7 @@ class PackedUnet:
             (S, R), float32, for ``sample``; None where the observation's part is not apart.
 
         """
-        if self._layers is not None:
+        if self._film_layers is not None:
             return None
         with torch.inference_mode(False), torch.no_grad():
             if self.stale():
@@ -437,7 +426,8 @@ class PackedUnet:
         local = None
         if local_cond is not None:
             local = self._local_encoder().at_each(timesteps, global_cond, local_cond)
-        several = self._layers is not None and len(initial) != 1  # each has FiLM's rows of its own
+        # Each sample has FiLM's rows of its own.
+        several = self._film_layers is not None and len(initial) != 1
         free = not several and packed is self._packed
         layers = self.in_layers(initial) if free else None
         if several or layers is not None:
@@ -451,14 +441,17 @@ class PackedUnet:
                 steps = timesteps[step].expand(len(sample))
                 return self._forward(sample, steps, global_cond, None, packed)
 
-            steps = timesteps, coefficients, clip, noise
-            return loop_of(steps, initial, predict, condition_data, condition_mask)
-        weights = (packed, self._layout, self._kind)
-        rest = (coefficients, clip, noise, condition_data, condition_mask)
-        if self._layers is not None:
+            draws = (noise is not None,) * len(timesteps)
+            table, held = StepTable(timesteps, coefficients, clip, draws), None
+            if condition_data is not None:
+                held = Inpainting(condition_data, condition_mask, "sample", table)
+            return loop(initial, table, predict, lambda step: noise[step], held)
+        weights = packed, self._layout, self._kind
+        rest = coefficients, clip, noise, condition_data, condition_mask
+        if self._film_layers is not None:
             step_film, global_cond = self._rows(timesteps, global_cond), None
         if step_film is not None:
             op = torch.ops.dpa.diffusion_sample_on_film
             return op(initial, step_film, global_cond, *weights, *rest)
-        rest += (self._filled_up(local),)
-        return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *weights, *rest)
+        given = *weights, *rest, self._filled_up(local)
+        return torch.ops.dpa.diffusion_sample(initial, timesteps, global_cond, *given)

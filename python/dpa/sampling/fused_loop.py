@@ -179,8 +179,7 @@ def run_captured(
         else:
             weights = packed.weights
             weights.start()
-            if torch._C._cuda_getCurrentRawStream(numbers.device.index) != packed.packed_on:
-                packed.lend()
+            packed.readable()
             result = graph.replay(inputs, random, generator)
             if not (weights.changed() or weights.values_changed()):
                 return result

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dpa.schedulers.inpainting import Inpainting
-from dpa.schedulers.tables import Generators, Steps, StepTable
+from dpa.schedulers.tables import Generators, Steps
 
 
 def loop(
@@ -32,19 +32,3 @@ def loop(
             output = inpainting.output(step, output, sample)
         sample = advance(step, output, sample, noise)
     return sample if inpainting is None else inpainting.last(sample)
-
-
-def loop_of(
-    steps: tuple[Tensor, Tensor, float, Tensor | None],
-    sample: Tensor,
-    predict: Callable[[Tensor, int], Tensor],
-    condition_data: Tensor | None,
-    condition_mask: Tensor | None,
-) -> Tensor:
-    """Run steps by their timesteps, coefficients, clip and noise; all of them add some, or none."""
-    timesteps, coefficients, clip, noise = steps
-    table = StepTable(timesteps, coefficients, clip, (noise is not None,) * len(timesteps))
-    held = None
-    if condition_data is not None:
-        held = Inpainting(condition_data, condition_mask, "sample", table)
-    return loop(sample, table, predict, lambda step: noise[step], held)
