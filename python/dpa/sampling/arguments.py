@@ -17,13 +17,12 @@ from dpa.schedulers.tables import Generators, Steps
 
 Given = Mapping[str, Tensor | None]
 Inputs = dict[str, Tensor]  # what a loop takes of them
-_OF_EVERY_CALL = ("sample", "timestep", "random", "step_noise")
-# Arguments of a call, and their dimensions; conditions of other names may have any.
+# The tensors that a call may be given, and their dimensions; further conditions may have any.
 _ACTIONS = ("condition_data", "condition_mask", "noise", "last_chunk")
-_RANKS = {"global_cond": 2, "local_cond": 3, **dict.fromkeys(_ACTIONS, 3)}
-
-
 _OF_THE_NETWORK = ("global_cond", "local_cond")
+RANKS = {"global_cond": 2, "local_cond": 3, **dict.fromkeys(_ACTIONS, 3)}
+# What a loop takes beside the conditions of the network.
+OF_THE_LOOP = (*_ACTIONS, "sample", "timestep", "random", "step_noise")
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def check_conditions(conditions: Any) -> dict[str, Any]:
     """Return what else the network is called with, by name."""
     named = isinstance(conditions, Mapping) and all(isinstance(n, str) for n in conditions)
     check(named, "conditions", "map names to tensors", type(conditions).__name__)
-    taken = sorted(conditions.keys() & (_RANKS.keys() | set(_OF_EVERY_CALL)))
+    taken = sorted(conditions.keys() & {*_OF_THE_NETWORK, *OF_THE_LOOP})
     check(not taken, "conditions", "have names of their own", ", ".join(taken))
     return dict(conditions)
 
@@ -142,10 +141,10 @@ def shape_of(
 ) -> tuple[int, int, int]:
     """Return (B, T, Da), on which all arguments must agree; what is None follows from them."""
     for name, value in tensors.items():
-        rank = _RANKS.get(name, value.dim())
+        rank = RANKS.get(name, value.dim())
         check(value.dim() == rank, name, f"have {rank} dimensions", tuple(value.shape))
         check(value.dim() > 0, name, "have a batch", "a number")
-    sequences = {name: value for name, value in tensors.items() if _RANKS.get(name) == 3}
+    sequences = {name: value for name, value in tensors.items() if RANKS.get(name) == 3}
     actions = {name: value for name, value in sequences.items() if name != "local_cond"}
     batch = batch_size
     if batch is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,29 +19,18 @@ from dpa.library.capture import can_capture, no_autocast_cache
 from dpa.library.graphs import GraphCache, captured
 from dpa.packed.batch import BatchWeights
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.arguments import Call, Given, Inputs
+from dpa.sampling.arguments import RANKS, Call, Given, Inputs
 from dpa.sampling.rng import Launch, RandomNumbers
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
-from dpa.schedulers.tables import Generators, MultistepTable, StepTable
+from dpa.schedulers.tables import Generators, MultistepTable, Steps, StepTable
 from dpa.tracking import is_dispatched, is_observed
 
-# The tensors that a call of a loop may be given.
-NAMES = ("global_cond", "local_cond", "condition_data", "condition_mask", "noise", "last_chunk")
 _DEFAULT = 0  # the default stream's address
 Body = Callable[[Inputs], Tensor]
 Way = tuple[str, int]  # where given actions hold, and the step to begin at
-
-
-class Sweeping(Protocol):
-    """Makes the body of a loop that is sampled in parallel; a value that tells it from others."""
-
-    def __hash__(self) -> int: ...
-
-    def __call__(
-        self, network: PackedUnet, table: StepTable, shape: tuple[int, int, int], inputs: Inputs
-    ) -> Body:
-        """Return the body, for inputs of these names."""
+# Makes the body of a loop that is sampled in parallel; a value that tells it from others.
+Sweeping = Callable[[PackedUnet, StepTable, tuple[int, int, int], Inputs], Body]
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ def kind_of(
     """All that decides how a call runs, but for the sampler's attributes; None of a rare kind."""
     if generator is not None and not isinstance(generator, torch.Generator):
         return None
-    tensors = [given[name] for name in NAMES]
+    tensors = [given[name] for name in RANKS]
     if not all(v is None or isinstance(v, Tensor) for v in tensors):
         return None
     kinds = [None if v is None else (v.shape, v.dtype, v.device) for v in tensors]
@@ -127,38 +116,35 @@ def run(
     table, shape, inputs = call.table, call.shape, expanded(call.given, call.shape)
     device, numbers = table.coefficients.device, call.numbers()
 
-    def make_body(film: bool) -> Body:
+    captures = capture and can_capture(device)
+
+    def make_body() -> Body:
         if sweeps is not None:
             return sweeps(packed, table, shape, inputs)
-        return _body(packed, table, inputs, call.inpainting, film)
+        return _body(packed, table, inputs, call.inpainting, film=captures)
 
-    if not (capture and can_capture(device)):
-        with packed.lock:
-            packed.follow()
-            body = make_body(film=False)
-            result = body(inputs | {"random": numbers(call.generator)})
-        on_cpu = device.type == "cpu"
-        return result, functools.partial(_on_cpu, packed, numbers, body) if on_cpu else None
-    soft = "condition_mask" in inputs and inputs["condition_mask"].dtype != torch.bool
-    kind = (shape, table, call.noise_dtype, frozenset(inputs), soft, call.inpainting, sweeps)
-    make = functools.partial(make_body, film=True)
+    if captures:
+        soft = "condition_mask" in inputs and inputs["condition_mask"].dtype != torch.bool
+        kind = (shape, table, call.noise_dtype, frozenset(inputs), soft, call.inpainting, sweeps)
+
+        def replay(given: Given, generator: Generators) -> Tensor:
+            given_now = expanded(given, shape)
+            return run_captured(packed, graphs, kind, numbers, make_body, given_now, generator)
+
+        return replay(call.given, call.generator), replay
+    with packed.lock:
+        packed.follow()
+        body = make_body()
+        result = body(inputs | {"random": numbers(call.generator)})
 
     def again(given: Given, generator: Generators) -> Tensor:
-        given_now = expanded(given, shape)
-        return run_captured(packed, graphs, kind, numbers, make, given_now, generator)
+        given_now = expanded(given, shape) | {"random": numbers(generator)}
+        with packed.lock:
+            if packed.weights.changed() or packed.weights.values_changed():
+                packed.repack()
+            return body(given_now)
 
-    return again(call.given, call.generator), again
-
-
-def _on_cpu(
-    packed: PackedUnet, numbers: RandomNumbers, body: Body, given: Given, generator: Generators
-) -> Tensor:
-    """Run a call whose kind ran before."""
-    inputs = expanded(given, numbers.shape) | {"random": numbers(generator)}
-    with packed.lock:
-        if packed.weights.changed() or packed.weights.values_changed():
-            packed.repack()
-        return body(inputs)
+    return result, again if device.type == "cpu" else None
 
 
 def run_captured(
@@ -295,7 +281,7 @@ def _body(
     direct = timesteps.device.type == "cpu" and "local_cond" not in inputs
 
     def body(inputs: Inputs) -> Tensor:
-        floats, initial, random = split(inputs, table)
+        floats, initial, random = split(in_float32(inputs), table)
         noise = None if random is None or not len(random) else random
         arguments = (initial, timesteps, coefficients, table.clip)
         if not direct:
@@ -314,22 +300,25 @@ def _timesteps(packed: PackedUnet, timesteps: Tensor) -> Tensor:
     return timesteps if packed.network.film_apart else timesteps.float()
 
 
-def split(inputs: Inputs, table: StepTable) -> tuple[Inputs, Tensor, Tensor | None]:
-    """Return the other inputs in float32, what the loop begins with, and the steps' noise."""
-    floats = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
-    random = floats.pop("random", None)
-    initial = floats.pop("noise", None)
+def split(inputs: Inputs, table: Steps) -> tuple[Inputs, Tensor, Tensor | None]:
+    """Return the other inputs, what the loop begins with, and the steps' noise."""
+    rest = dict(inputs)
+    random, initial, last_chunk = (rest.pop(n, None) for n in ("random", "noise", "last_chunk"))
     if initial is None:
         initial, random = random[0], random[1:]
-    last_chunk = floats.pop("last_chunk", None)
     if last_chunk is not None or table.init_noise_sigma != 1.0:
         initial = table.begin(initial, last_chunk)
-    return floats, initial, random
+    return rest, initial, random
+
+
+def in_float32(inputs: Inputs) -> Inputs:
+    """Return the inputs as loops on packed weights take them; masks stay as they are."""
+    return {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
 
 
 def _several_steps(packed: PackedUnet, table: StepTable, inpainting: str, inputs: Inputs) -> Tensor:
     """Run the loop step by step, each of them the packed network and a scheduler's step."""
-    floats, sample, random = split(inputs, table)
+    floats, sample, random = split(in_float32(inputs), table)
     one = sample.is_cuda and len(sample) == 1 and "local_cond" not in floats
     predict = Window(packed, one)
     rows = predict.begin(floats, table.timesteps)

@@ -12,7 +12,7 @@ from dpa.library.checks import require
 from dpa.library.graphs import repeat
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Inputs, check
-from dpa.sampling.fused_loop import Body, Window, split
+from dpa.sampling.fused_loop import Body, Window, in_float32, split
 from dpa.schedulers.tables import MultistepTable, Steps, StepTable
 
 Shape = tuple[int, int, int]
@@ -156,6 +156,11 @@ class Sweeps:
         self._numbers.copy_(self._did)
         return self._states[self.steps].clone()
 
+    def of_a_call(self, inputs: Inputs, table: StepTable) -> Tensor:
+        """Return the same of the inputs of a call, with its random numbers."""
+        rest, sample, random = split(inputs, table)
+        return self(rest | {"sample": sample, "step_noise": random})
+
     def begin(self, inputs: Inputs) -> None:
         """Go back to the noise; the states after it begin as where a prediction of 0 leads to."""
         self._inputs = inputs
@@ -285,9 +290,7 @@ class PackedSweeps:
             sweeps = Sweeps(shape, table, predict, self.options, self.numbers)
 
         def body(inputs: Inputs) -> Tensor:
-            floats, initial, random = split(inputs, table)
-            noise = {} if random is None else {"step_noise": random}
-            return sweeps(floats | {"sample": initial} | noise)
+            return sweeps.of_a_call(in_float32(inputs), table)
 
         body.reads = [v for v in vars(sweeps).values() if isinstance(v, Tensor)]
         return body

@@ -317,15 +317,9 @@ class DiffusionSampler:
         """Sample in parallel with a network that is not packed."""
         layers = self._layers(call)
         inputs = layers.cast(call.conditions()) | call.begin()
-        random = call.numbers()(call.generator).to(call.dtype)
-        noise = inputs.pop("noise", None)
-        if noise is None:
-            noise, random = random[0], random[1:]
-        noise = noise.expand(call.shape)
-        inputs["sample"] = call.table.begin(noise, inputs.pop("last_chunk", None))
-        if len(random):
-            inputs["step_noise"] = random
-        return Sweeps(call.shape, call.table, layers, sweeps.options, sweeps.numbers)(inputs)
+        inputs["random"] = call.numbers()(call.generator).to(call.dtype)
+        found = Sweeps(call.shape, call.table, layers, sweeps.options, sweeps.numbers)
+        return found.of_a_call(inputs, call.table)
 
     def _sample_captured(self, call: Call) -> Tensor:
         """Run the loop around a module that dpa does not pack, as one graph."""
@@ -359,6 +353,8 @@ class DiffusionSampler:
 
         layers = self._layers(call)
         inputs = layers.cast(call.conditions()) | call.begin()
+        if "noise" not in inputs:
+            inputs["noise"] = draw(None)
         return _loop(call, layers)(inputs, draw=draw, generator=call.generator)
 
     def _layers(self, call: Call) -> stepwise_loop.Layers:

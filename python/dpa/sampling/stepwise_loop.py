@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.family import run_network
+from dpa.sampling.arguments import OF_THE_LOOP
+from dpa.sampling.fused_loop import split
 from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.stepping import loop
@@ -18,9 +20,6 @@ from dpa.schedulers.tables import Generators, Steps, StepTable
 from dpa.tracking import Snapshot, Tracker, stamp_of
 from dpa.tracking.weights import Stamp
 
-# What a loop is given beside the conditions that the network takes.
-HELD = ("condition_data", "condition_mask")
-OF_THE_LOOP = ("sample", "noise", "random", "step_noise", "last_chunk", *HELD)
 Shape = tuple[int, int, int]  # (B, T, Da)
 _WEIGHTS = frozenset({"_parameters", "_buffers"})
 
@@ -94,7 +93,7 @@ class Layers:
         self, table: StepTable, inputs: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype
     ) -> TracedNetwork:
         """Return the network's trace for a loop, whose steps compute in a dtype; or raise."""
-        conditions = self.cast({n: v for n, v in inputs.items() if n not in OF_THE_LOOP})
+        conditions = self.cast(_conditions(inputs))
         sample = table.coefficients.new_zeros(shape)
         timesteps = table.timesteps[:, None].expand(-1, shape[0])
         return TracedNetwork(self.predict, sample, timesteps, conditions, dtype)
@@ -111,11 +110,14 @@ class Layers:
         """Predict for samples (N * B, T, Da) at timesteps (N, 1)."""
         conditions = {
             name: value.repeat(len(steps), *[1] * (value.dim() - 1))  # it serves every timestep
-            for name, value in inputs.items()
-            if name not in OF_THE_LOOP
+            for name, value in _conditions(inputs).items()
         }
         timesteps = steps.expand(-1, len(sample) // len(steps)).flatten()
         return self.predict(sample, timesteps, conditions)
+
+
+def _conditions(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: v for n, v in inputs.items() if n not in OF_THE_LOOP}
 
 
 def takes(unet: Callable[..., Tensor], name: str) -> bool:
@@ -132,26 +134,17 @@ def run(
     table: Steps,
     inputs: Mapping[str, Tensor],
     shape: Shape,
-    draw: Callable[[int | None], Tensor] | None = None,
+    draw: Callable[[int], Tensor] | None = None,
     generator: Generators = None,
     inpainting: str = "sample",
 ) -> Tensor:
     """Run the loop on its inputs: ``noise``, what holds by inpainting, the network's conditions.
 
-    ``inpainting`` is where given actions hold. ``draw`` gives the random numbers of a step, or of
-    the sample (None), as the loop comes to need them; without it they are an input, ``random``.
+    ``inpainting`` is where given actions hold. ``draw`` gives the random numbers of a step as the
+    loop comes to need them; without it they are an input, ``random``.
     """
-    conditions = {n: v for n, v in inputs.items() if n not in OF_THE_LOOP}
-    sample, random = inputs.get("noise"), inputs.get("random")
-    if sample is None and draw is None:
-        sample, random = random[0], random[1:]
-    sample = (draw(None) if sample is None else sample).expand(shape)
-    sample = table.begin(sample, inputs.get("last_chunk"))
-    predict = layers.ahead(table.timesteps[:, None].expand(-1, shape[0]), conditions)
-
-    def numbers(step: int) -> Tensor:
-        return random[step] if draw is None else draw(step)
-
-    return loop(
-        sample, table, predict, numbers, Inpainting.of(inputs, inpainting, table), generator
-    )
+    rest, sample, random = split(inputs, table)
+    predict = layers.ahead(table.timesteps[:, None].expand(-1, shape[0]), _conditions(rest))
+    numbers = random.__getitem__ if draw is None else draw
+    held = Inpainting.of(rest, inpainting, table)
+    return loop(sample, table, predict, numbers, held, generator)

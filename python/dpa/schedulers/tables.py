@@ -284,6 +284,7 @@ class LiveSteps:
     """
 
     clip = math.inf
+    init_noise_sigma = 1.0
     transposed: tuple[bool, ...] = ()
 
     def __init__(self, scheduler: Any, num_inference_steps: int | None = None, **options: Any):
@@ -314,10 +315,6 @@ class LiveSteps:
     def __len__(self) -> int:
         """Return the number of steps."""
         return len(self.timesteps)
-
-    def begin(self, noise: Tensor, last_chunk: Tensor | None = None) -> Tensor:
-        """Return the sample that the loop begins with: the noise."""
-        return noise
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
