@@ -27,7 +27,8 @@ def rewrite(graph: fx.Graph, reached: set[fx.Node]) -> None:
     for rule in rules:
         for node in list(graph.nodes):
             if node.op == "call_function" and node in reached:
-                new = rule(graph, node, reached)
+                with graph.inserting_before(node):
+                    new = rule(graph, node, reached)
                 if new is not None:
                     node.replace_all_uses_with(new)
         graph.eliminate_dead_code()
@@ -74,17 +75,16 @@ def _sign(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | No
     size, of = _value(joined).shape[dim], _value(factor).shape
     if not any(_is(part, _NEG) for part in parts) or len(of) < -dim or of[dim] != size:
         return None
-    with graph.inserting_before(node):
-        pieces, end = [], 0
-        for part in parts:
-            start, end = end, end + _value(part).shape[dim]
-            pieces.append(graph.call_function(_aten.slice.Tensor, (factor, dim, start, end)))
-            if _is(part, _NEG):
-                pieces[-1] = graph.call_function(_NEG, (pieces[-1],))
-        signed = _made(graph, _CAT, (pieces, dim), factor)
-        plain = [part.args[0] if _is(part, _NEG) else part for part in parts]
-        turned = _made(graph, _CAT, (plain, dim), joined, reached)
-        return _made(graph, _MUL, (turned, signed), node, reached)
+    pieces, end = [], 0
+    for part in parts:
+        start, end = end, end + _value(part).shape[dim]
+        pieces.append(graph.call_function(_aten.slice.Tensor, (factor, dim, start, end)))
+        if _is(part, _NEG):
+            pieces[-1] = graph.call_function(_NEG, (pieces[-1],))
+    signed = _made(graph, _CAT, (pieces, dim), factor, reached)
+    plain = [part.args[0] if _is(part, _NEG) else part for part in parts]
+    turned = _made(graph, _CAT, (plain, dim), joined, reached)
+    return _made(graph, _MUL, (turned, signed), node, reached)
 
 
 def _add_scaled(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | None:
@@ -96,8 +96,7 @@ def _add_scaled(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Nod
             continue
         terms = other, *scaled.args
         if all(isinstance(term, fx.Node) for term in terms) and _alike(node, *terms):
-            with graph.inserting_before(node):
-                return _made(graph, _aten.addcmul.default, terms, node, reached)
+            return _made(graph, _aten.addcmul.default, terms, node, reached)
     return None
 
 
@@ -120,10 +119,9 @@ def _modulation(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Nod
             return None
     if weight is not None or bias is not None or not _alike(node, x, scale, shift):
         return None
-    with graph.inserting_before(node):
-        affine = [_made(graph, _RESHAPE, (term, shape), term, reached) for term in (scale, shift)]
-        made = _made(graph, norm.target, (x, shape, *affine, eps), norm, reached)
-        return _made(graph, operator.getitem, (made, 0), node, reached)
+    affine = [_made(graph, _RESHAPE, (term, shape), term, reached) for term in (scale, shift)]
+    made = _made(graph, norm.target, (x, shape, *affine, eps), norm, reached)
+    return _made(graph, operator.getitem, (made, 0), node, reached)
 
 
 def _channel_norm(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | None:
@@ -144,13 +142,12 @@ def _channel_norm(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.N
     per_channel = all(tuple(_value(n).shape) == (1, channels, 1) for n in (scale, shift))
     if not per_channel or not _alike(node, x, scale, shift):
         return None
-    with graph.inserting_before(node):
-        rows = _made(graph, _aten.transpose.int, (x, 1, 2), x, reached)
-        affine = [_made(graph, _RESHAPE, (n, [channels]), n, reached) for n in (scale, shift)]
-        given = rows, [channels], *affine, eps
-        made = _made(graph, _aten.native_layer_norm.default, given, x, reached)
-        found = _made(graph, operator.getitem, (made, 0), x, reached)
-        return _made(graph, _aten.transpose.int, (found, 1, 2), node, reached)
+    rows = _made(graph, _aten.transpose.int, (x, 1, 2), x, reached)
+    affine = [_made(graph, _RESHAPE, (n, [channels]), n, reached) for n in (scale, shift)]
+    given = rows, [channels], *affine, eps
+    made = _made(graph, _aten.native_layer_norm.default, given, x, reached)
+    found = _made(graph, operator.getitem, (made, 0), x, reached)
+    return _made(graph, _aten.transpose.int, (found, 1, 2), node, reached)
 
 
 def _are_moments(x: Any, variance: Any, mean: Any) -> bool:
@@ -178,10 +175,9 @@ def _bias(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | No
             continue
         columns = _value(gemm).shape[1]
         if _value(shaped).shape[-1] == columns and _value(bias).shape == (columns,):
-            with graph.inserting_before(node):
-                terms = bias, *gemm.args
-                made = _made(graph, _aten.addmm.default, terms, gemm, reached)
-                return _made(graph, _RESHAPE, (made, shaped.args[1]), node, reached)
+            terms = bias, *gemm.args
+            made = _made(graph, _aten.addmm.default, terms, gemm, reached)
+            return _made(graph, _RESHAPE, (made, shaped.args[1]), node, reached)
     return None
 
 
@@ -195,10 +191,9 @@ def _gelu_of_linear(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx
         return None
     if not _value(inner).is_cuda or _value(inner.args[0]).dim() != 1:
         return None
-    with graph.inserting_before(node):
-        target = _aten._addmm_activation.default
-        made = _made(graph, target, inner.args, inner, reached, use_gelu=True)
-        return _made(graph, _RESHAPE, (made, list(_value(node).shape)), node, reached)
+    target = _aten._addmm_activation.default
+    made = _made(graph, target, inner.args, inner, reached, use_gelu=True)
+    return _made(graph, _RESHAPE, (made, list(_value(node).shape)), node, reached)
 
 
 def _is(node: Any, target: Any) -> bool:
@@ -219,12 +214,12 @@ def _made(
     target: Any,
     args: tuple[Any, ...],
     like: fx.Node,
-    reached: set[fx.Node] | None = None,
+    reached: set[fx.Node],
     **options: Any,
 ) -> fx.Node:
     """Add a node whose value is of another's kind; a sample reaches it where it is reached."""
     node = graph.call_function(target, args, options)
     node.meta = dict(like.meta)
-    if reached is not None and not reached.isdisjoint(node.all_input_nodes):
+    if not reached.isdisjoint(node.all_input_nodes):
         reached.add(node)
     return node

@@ -15,9 +15,8 @@ write to memory without PyTorch's knowledge, shows where a loop's first replay i
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +58,12 @@ class TracedNetwork:
         self.dtype, self._names, steps = dtype, tuple(conditions), len(timesteps)
         traced = _trace(predict, sample, timesteps[0], conditions)
         first, second, *_ = traced.graph.find_nodes(op="placeholder")
-        _improve(traced.graph, _reached(traced.graph, first))
+        reached = _reached(traced.graph, first)
+        unify(traced.graph)
+        rewrite(traced.graph, reached)
+        unify(traced.graph)
+        join(traced.graph, reached)
+        traced.graph.lint()
         of_sample, of_timestep = _reached(traced.graph, first), _reached(traced.graph, second)
         given = _crossing(traced.graph, of_sample)
         if steps * sum(_bytes(node) for node in given if node in of_timestep) > _AHEAD:
@@ -119,12 +123,17 @@ def _trace(
         return predict(sample, timesteps, dict(zip(names, values, strict=True)))
 
     run(sample, timesteps, *conditions.values())  # it may keep what it finds in its first call
-    try:
-        with _TRACING, _in_parts():
+    with _TRACING:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        try:
+            # The ops of PyTorch's fast path of transformers hide what parts of them need.
+            torch.backends.mha.set_fastpath_enabled(False)
             functional = torch.func.functionalize(run)  # one that writes to no tensor
             traced = make_fx(functional, rows.parts())(sample, timesteps, *conditions.values())
-    except Exception as error:
-        raise RuntimeError(f"its network cannot be traced: {error}") from error
+        except Exception as error:
+            raise RuntimeError(f"its network cannot be traced: {error}") from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
     traced.graph.eliminate_dead_code()
     for node in traced.graph.nodes:
         op = node.target
@@ -132,26 +141,6 @@ def _trace(
         if known and (op._schema.is_mutable or _is_random(node)):
             raise RuntimeError(f"its network runs {op}")
     return traced
-
-
-@contextlib.contextmanager
-def _in_parts() -> Iterator[None]:
-    """Keep PyTorch's transformers off their fast path, whose ops hide what parts of them need."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _improve(graph: fx.Graph, reached: set[fx.Node]) -> None:
-    """Rewrite what a sample reaches for fewer kernels."""
-    unify(graph)
-    rewrite(graph, reached)
-    unify(graph)
-    join(graph, reached)
-    graph.lint()
 
 
 def _is_random(node: fx.Node) -> bool:
