@@ -18,6 +18,7 @@ from dpa.export.places import folder_of
 from dpa.export.policy import Affine, Around
 from dpa.export.schedulers import USUAL_SCHEDULER
 from dpa.library.checks import require
+from dpa.nn.unet1d import ConditionalUnet1D
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Source:
 
     Attributes:
         kind: "dpa demo", "LeRobot", "diffusion_policy" or "U-Net".
-        unet: in evaluation mode, on the CPU.
+        loaded: what it was read from.
         scheduler: a configuration as diffusers writes it, with ``_class_name``.
         around: encoder and normalisation.
         observation_dim: width of an observation.
@@ -37,12 +38,11 @@ class Source:
         step_options: options of the scheduler's step, as :func:`dpa.schedulers.from_diffusers`
             takes them.
         first_action: which of a chunk's actions is for the time of the newest observation.
-        loaded: what it was read from.
 
     """
 
     kind: str
-    unet: nn.Module
+    loaded: Checkpoint
     scheduler: dict[str, Any]
     around: Around
     observation_dim: int
@@ -51,7 +51,11 @@ class Source:
     assumed: list[str] = field(default_factory=list)
     step_options: dict[str, Any] = field(default_factory=dict)
     first_action: int = 0
-    loaded: Checkpoint | None = None
+
+    @property
+    def unet(self) -> ConditionalUnet1D:
+        """The network, in evaluation mode, on the CPU."""
+        return self.loaded.unet
 
 
 def read(path: Path, **options: Any) -> Source:
@@ -64,7 +68,6 @@ def read(path: Path, **options: Any) -> Source:
     loaded = load_checkpoint(path, **options)
     try:
         source = _source(loaded, path)
-        source.loaded = loaded
     except CheckpointError:
         raise
     except Exception as error:  # a configuration may hold anything, and be read by any code
@@ -117,7 +120,7 @@ def _bare(loaded: Checkpoint) -> Source:
         "normalisation: the file names none; observations and actions are the network's own",
     ]
     width = loaded.arguments["global_cond_dim"] or 0
-    return Source("U-Net", loaded.unet, USUAL_SCHEDULER, Around(), width, assumed=assumed)
+    return Source("U-Net", loaded, USUAL_SCHEDULER, Around(), width, assumed=assumed)
 
 
 def _demo(loaded: Checkpoint) -> Source:
@@ -129,7 +132,7 @@ def _demo(loaded: Checkpoint) -> Source:
     scheduler = {"_class_name": "DDIMScheduler", **loaded.config["scheduler"]}
     around = Around(network.encoder)
     width, horizon = world.OBSERVATION_DIM, world.HORIZON
-    return Source("dpa demo", loaded.unet, scheduler, around, width, horizon, steps=8)
+    return Source("dpa demo", loaded, scheduler, around, width, horizon, steps=8)
 
 
 def _lerobot(loaded: Checkpoint, path: Path) -> Source:
@@ -138,16 +141,13 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     scheduler["_class_name"] = f"{config['noise_scheduler_type']}Scheduler"
     folder = folder_of(path)
     statistics = _lerobot_statistics(loaded.rest, folder)
-    modes, other = _modes_of_lerobot(loaded.config)
     assumed = settings.unknown(config, settings.LEROBOT, "config.json")
     assumed += settings.missing_of_lerobot(loaded.config)
-    assumed += settings.unknown_of_processors(folder, modes)
-    action = _lerobot_affine(statistics, "action", modes.get("ACTION", other))
+    assumed += settings.unknown_of_processors(folder, config["normalization_mapping"] or {})
+    action = _lerobot_affine(config, statistics, "action", "ACTION")
     if action is None:
-        needed = _needed(modes.get("ACTION", other))
+        needed = _needed(config, "ACTION")
         assumed.append(f"actions: the folder holds no {needed}; they are the network's own")
-    else:
-        action = action.inverse()
     observation = None
     frames = settings.frames(config["n_obs_steps"])
     inputs = config.get("input_features") or {}
@@ -159,14 +159,12 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     else:
         kinds = {"observation.state": "STATE", "observation.environment_state": "ENV"}
         parts = [
-            _lerobot_affine(
-                statistics, name, modes.get(kind, other), math.prod(inputs[name]["shape"])
-            )
+            _lerobot_affine(config, statistics, name, kind, math.prod(inputs[name]["shape"]))
             for name, kind in kinds.items()
             if name in inputs
         ]
-        if parts and all(part is not None for part in parts):
-            observation = _concatenated([part for part in parts if part is not None], frames)
+        if parts and None not in parts:
+            observation = _concatenated(parts, frames)
             given = observation.scale.numel()
             rule = f"give the {width} values that the network takes"
             got = f"{given} of {frames} frames"
@@ -174,13 +172,13 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
                 given == width, f"{path}: input_features, n_obs_steps", rule, got, CheckpointError
             )
         else:
-            needed = _needed(*(modes.get(kind, other) for kind in kinds.values()))
+            needed = _needed(config, *kinds.values())
             assumed.append(f"observation: the folder holds no {needed}; normalise it before")
     return Source(
         "LeRobot",
-        loaded.unet,
+        loaded,
         scheduler,
-        Around(None, observation, action),
+        Around(None, observation, action and action.inverse()),
         width,
         config.get("horizon"),
         config["num_inference_steps"],
@@ -189,32 +187,31 @@ def _lerobot(loaded: Checkpoint, path: Path) -> Source:
     )
 
 
-def _modes_of_lerobot(config: Mapping[str, Any]) -> tuple[Mapping[str, str], str | None]:
-    """Return LeRobot's way to normalise each kind of feature, and that of the other kinds."""
-    modes = (settings.LEROBOT_DEFAULTS | dict(config))["normalization_mapping"]
-    return ({}, None) if modes is None else (modes, "IDENTITY")
-
-
-def normalisations_of_lerobot(path: Path, features: Mapping[str, Any]) -> dict[str, Affine]:
+def normalisations_of_lerobot(
+    loaded: Checkpoint, path: Path, features: Mapping[str, Any]
+) -> dict[str, Affine]:
     """Return how a folder of LeRobot normalises each of its observations.
 
     Raises:
         ValueError: the folder lacks the statistics of one.
 
     """
-    loaded = load_checkpoint(path)
     statistics = _lerobot_statistics(loaded.rest, folder_of(path))
-    modes, other = _modes_of_lerobot(loaded.config)
-    found = {}
+    config, found = settings.LEROBOT_DEFAULTS | loaded.config, {}
     for name, feature in features.items():
         kind = getattr(feature.type, "value", feature.type)
-        mode = modes.get(kind, other)
         width = feature.shape[0]  # channels of an image
-        affine = _lerobot_affine(statistics, name, mode, width)
+        affine = _lerobot_affine(config, statistics, name, kind, width)
         if affine is None:
-            raise ValueError(f"{path}: holds no {_needed(mode)} of {name}")
+            raise ValueError(f"{path}: holds no {_needed(config, kind)} of {name}")
         found[name] = affine
     return found
+
+
+def _lerobot_mode(config: Mapping[str, Any], kind: str) -> str | None:
+    """Return LeRobot's way to normalise a kind of feature; None where nothing says."""
+    modes = config["normalization_mapping"]
+    return None if modes is None else modes.get(kind, "IDENTITY")
 
 
 def _lerobot_statistics(rest: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -235,9 +232,14 @@ def _lerobot_statistics(rest: Mapping[str, Tensor], folder: Path) -> dict[str, T
 
 
 def _lerobot_affine(
-    statistics: Mapping[str, Tensor], name: str, mode: str | None, width: int = 1
+    config: Mapping[str, Any],
+    statistics: Mapping[str, Tensor],
+    name: str,
+    kind: str,
+    width: int = 1,
 ) -> Affine | None:
     """Return what normalises a feature; None where its statistics are missing."""
+    mode = _lerobot_mode(config, kind)
 
     def of(statistic: str) -> Tensor:
         return statistics[f"{name}.{statistic}"]
@@ -267,9 +269,10 @@ _MODES = {
 }
 
 
-def _needed(*modes: str | None) -> str:
-    """Name the statistics that these modes need."""
-    names = dict.fromkeys(name for mode in modes for name in _MODES.get(mode or "", ()))
+def _needed(config: Mapping[str, Any], *kinds: str) -> str:
+    """Name the statistics that features of these kinds need."""
+    modes = [_lerobot_mode(config, kind) or "" for kind in kinds]
+    names = dict.fromkeys(name for mode in modes for name in _MODES.get(mode, ()))
     return f"statistics ({', '.join(names)})" if names else "statistics"
 
 
@@ -293,27 +296,20 @@ def _diffusion_policy(loaded: Checkpoint, cfg: Any) -> Source:
         scheduler = USUAL_SCHEDULER
         assumed.append("scheduler: cfg.policy names none; assumed DDPM with the usual options")
     affines = normalizer_of(loaded.rest)
-    action = observation = None
-    if {"scale", "offset"} <= set(affines.get("action", ())):
-        action = affine_of(affines["action"]).inverse()
-    else:
+    action, low, observation = affines.get("action"), affines.get("obs"), None
+    if action is None:
         assumed.append("actions: the file holds no normalizer; they are the network's own")
     width = loaded.arguments["global_cond_dim"] or 0
-    low = affines.get("obs", {})
-    if (
-        {"scale", "offset"} <= set(low)
-        and low["scale"].numel()
-        and width % low["scale"].numel() == 0
-    ):
-        repeats = width // low["scale"].numel()
-        observation = _concatenated([affine_of(low)], repeats)
+    frame = 0 if low is None else low.scale.numel()
+    if frame and width % frame == 0:
+        observation = _concatenated([low], width // frame)
     elif width:
         assumed.append("observation: the global_cond that the policy's encoder makes")
     return Source(
         "diffusion_policy",
-        loaded.unet,
+        loaded,
         scheduler,
-        Around(None, observation, action),
+        Around(None, observation, action and action.inverse()),
         width,
         horizon,
         policy.get("num_inference_steps"),
@@ -334,15 +330,19 @@ def _first_action(policy: Mapping[str, Any], cfg: Mapping[str, Any]) -> int:
     return frames - 1 if from_newest else frames
 
 
-def normalizer_of(rest: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return scale and offset by feature, as diffusion_policy's LinearNormalizer keeps them."""
-    affines: dict[str, dict[str, Tensor]] = {}
+def normalizer_of(rest: Mapping[str, Tensor]) -> dict[str, Affine]:
+    """Return how diffusion_policy's LinearNormalizer normalises each feature."""
+    parts: dict[str, dict[str, Tensor]] = {}
     for name, value in rest.items():
         head, _, tail = name.partition("normalizer.params_dict.")
         feature, _, part = tail.rpartition(".")
         if tail and not head.strip(".") and part in ("scale", "offset"):
-            affines.setdefault(feature, {})[part] = value.flatten().float()
-    return affines
+            parts.setdefault(feature, {})[part] = value.flatten().float()
+    return {
+        feature: Affine(found["scale"], found["offset"], torch.zeros_like(found["offset"]))
+        for feature, found in parts.items()
+        if len(found) == 2
+    }
 
 
 def whole_policy_config(cfg: Any) -> dict[str, Any]:
@@ -368,11 +368,6 @@ def _plain(cfg: Any) -> dict[str, Any]:
         is_config = OmegaConf.is_config(value)
         plain[name] = OmegaConf.to_container(value, resolve=True) if is_config else value
     return {"policy": plain}
-
-
-def affine_of(found: Mapping[str, Tensor]) -> Affine:
-    """Return what a feature of :func:`normalizer_of` is normalised with."""
-    return Affine(found["scale"], found["offset"], torch.zeros_like(found["offset"]))
 
 
 def _concatenated(parts: list[Affine], repeats: int) -> Affine:

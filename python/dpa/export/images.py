@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dpa.export.checkpoint import (
     Source,
-    affine_of,
     normalisations_of_lerobot,
     normalizer_of,
     whole_policy_config,
@@ -183,17 +182,17 @@ def encoder_of(source: Source, path: Path, device: torch.device, trusted: bool) 
         return _of_diffusion_policy(source, trusted).eval().to(device)
     rule = "be a folder of LeRobot, or diffusion_policy's, with --images"
     require(source.kind == "LeRobot" and path.is_dir(), "checkpoint", rule, source.kind)
-    return _of_lerobot(path, device).eval().to(device)
+    return _of_lerobot(source, path, device).eval().to(device)
 
 
-def _of_lerobot(path: Path, device: torch.device) -> Encoder:
+def _of_lerobot(source: Source, path: Path, device: torch.device) -> Encoder:
     from dpa.eval.policies import LeRobotPolicy
 
     policy = LeRobotPolicy(path, device).policy
     config, model = policy.config, policy.diffusion
     names = ["observation.state", "observation.environment_state"]
     names = [*config.image_features, *(n for n in names if n in config.input_features)]
-    affines = normalisations_of_lerobot(path, config.input_features)
+    affines = normalisations_of_lerobot(source.loaded, path, config.input_features)
     require(config.image_features, "checkpoint", _IMAGES, "none")
     observed = [
         Observed(name, _shape(config.input_features[name], config.n_obs_steps), affines[name])
@@ -212,7 +211,6 @@ def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
     """Return the ``obs_encoder`` of the policy that the configuration's ``_target_`` makes."""
     if not trusted:
         raise ValueError("checkpoint must be trusted to run the code that it names: --trust-pickle")
-    assert source.loaded is not None
     config = whole_policy_config(source.loaded.config["cfg"])
     features = (config.get("shape_meta") or {}).get("obs") or {}
     images = any(feature.get("type") == "rgb" for feature in features.values())
@@ -228,9 +226,8 @@ def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
     for name, feature in features.items():
         shape = tuple(feature["shape"])
         shape = (*shape[1:], shape[0]) if feature.get("type") == "rgb" else shape
-        known = {"scale", "offset"} <= set(affines.get(name, ()))
-        require(known, "checkpoint", f"have a normalizer of {name}", "none")
-        observed.append(Observed(name, (frames, *shape), affine_of(affines[name])))
+        require(name in affines, "checkpoint", f"have a normalizer of {name}", "none")
+        observed.append(Observed(name, (frames, *shape), affines[name]))
 
     def encode(given: dict[str, Tensor]) -> Tensor:
         batch = next(iter(given.values())).shape[0]

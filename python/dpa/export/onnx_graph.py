@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpa.export.policy import NO_CLIP, Around, Exported, check_own
+from dpa.export.policy import NO_CLIP, Around, LayeredLoop
 from dpa.library.checks import first_line, require
 from dpa.packed.agreement import relative_error
 from dpa.reference import plain
@@ -31,7 +31,7 @@ _ALONE = Around()
 _MOST_BYTES = 2**31 - 2**20  # of one file of protocol buffers
 
 
-class PlainLoop(Exported):
+class PlainLoop(LayeredLoop):
     """The whole loop, unrolled: ``(observation, noise) -> actions``, as ``LayeredLoop`` has it.
 
     Args:
@@ -45,10 +45,8 @@ class PlainLoop(Exported):
     """
 
     def __init__(self, unet: nn.Module, table: StepTable, around: Around = _ALONE):
-        super().__init__(table, around)
-        check_own(unet)
+        super().__init__(unet, table, around)
         self.dtype = torch.float32
-        self.conditioned = getattr(unet, "global_cond_dim", None) != 0
         self.unet = _plain(unet, self.timesteps)
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:

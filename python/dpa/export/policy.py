@@ -127,12 +127,6 @@ class Exported(nn.Module):
         return (sample - self.action_center) * self.action_scale + self.action_offset
 
 
-def check_own(unet: nn.Module) -> None:
-    """Refuse a network whose layers are not the library's: only those can be written."""
-    rule = "be a dpa.nn.ConditionalUnet1D, as dpa.load_checkpoint gives it"
-    require(isinstance(unet, ConditionalUnet1D), "unet", rule, type(unet).__name__)
-
-
 class LayeredLoop(Exported):
     """The whole loop, layer by layer: ``(observation, noise) -> actions``.
 
@@ -152,10 +146,11 @@ class LayeredLoop(Exported):
 
     def __init__(self, unet: nn.Module, table: StepTable, around: Around = Around()):
         super().__init__(table, around)
-        check_own(unet)
+        rule = "be a dpa.nn.ConditionalUnet1D, as dpa.load_checkpoint gives it"
+        require(isinstance(unet, ConditionalUnet1D), "unet", rule, type(unet).__name__)
         self.unet = unet
         self.dtype = next(unet.parameters()).dtype
-        self.conditioned = getattr(unet, "global_cond_dim", None) != 0
+        self.conditioned = unet.global_cond_dim != 0
 
     def forward(self, observation: Tensor, noise: Tensor) -> Tensor:
         """Map (B, Do) and (1 + noisy steps, B, T, Da), float32, to actions (B, T, Da), float32."""
