@@ -190,7 +190,7 @@ def _x0_of(config: Any, chain: Chain, levels: Tensor | None) -> Tensor | None:
         return None
     of_noise = config.get("algorithm_type") == "dpmsolver" or not config.get("predict_x0", True)
     if chain.shown and not of_noise:
-        return torch.tensor(chain.kept, dtype=torch.float64)
+        return _matrix(chain.rows)[:, :2].clone()
     signal, noise = levels.unbind(1)
     one = torch.ones_like(signal)
     rows = {

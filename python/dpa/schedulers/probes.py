@@ -12,7 +12,6 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -186,32 +185,6 @@ def measure_levels(live: Any, timesteps: Tensor) -> Tensor | None:
         return None
 
 
-@dataclass(frozen=True)
-class Chain:
-    """The steps of a deterministic scheduler that follow one another.
-
-    Attributes:
-        rows: six coefficients a step, the noise's being zero.
-        history: for each step the weights of what earlier steps kept, the newest first.
-        kept: for each step the weights of sample and model output in what it keeps.
-        shown: whether the scheduler shows what it keeps; where not that is the model output.
-        clip: bound of what a step keeps.
-        scales: for each step what the network takes the sample times.
-        draws_noise: whether each step takes noise from the random stream, which it does not use.
-        follows: whether a step finds an earlier sample from its own one.
-
-    """
-
-    rows: list[list[float]]
-    history: list[tuple[float, ...]]
-    kept: list[list[float]]
-    shown: bool
-    clip: float
-    scales: list[float]
-    draws_noise: tuple[bool, ...]
-    follows: bool
-
-
 def measure_chain(live: Any, first_step: int = 0) -> Chain:
     """Measure a deterministic scheduler (a multistep solver, Euler, Heun), which this may change.
 
@@ -222,20 +195,31 @@ def measure_chain(live: Any, first_step: int = 0) -> Chain:
     """
     _rewind(live)
     try:
-        return _ChainProbe(copy.deepcopy(live), follows=False).run(first_step)
+        return Chain(copy.deepcopy(live), first_step, follows=False)
     except NotLinearError:
-        return _ChainProbe(live, follows=True).run(first_step)
+        return Chain(live, first_step, follows=True)
 
 
-class _ChainProbe:
-    """Takes every step of a live scheduler on points of several sizes.
+class Chain:
+    """The steps of a live scheduler that follow one another, taken on points of several sizes.
 
     The small points are inside every clip range, the large ones far outside.
 
     Args:
         live: the scheduler.
+        first_step: where the process begins.
         follows: whether a step is given the last one's result. If not, samples are powers of two,
             which a coefficient multiplies exactly: some schedulers round the sample to float32.
+
+    Attributes:
+        rows: six coefficients a step, the noise's being zero. The first two are the weights of
+            sample and model output in what the step keeps.
+        history: for each step the weights of what earlier steps kept, the newest first.
+        shown: whether the scheduler shows what it keeps; where not that is the model output.
+        clip: bound of what a step keeps.
+        scales: for each step what the network takes the sample times.
+        draws_noise: whether each step takes noise from the random stream, which it does not use.
+        follows: whether a step finds an earlier sample from its own one.
 
     """
 
@@ -244,28 +228,24 @@ class _ChainProbe:
     _FITTED, _HELD_OUT = slice(0, 24), slice(24, 48)
     _NONE = 1e-10  # of the result's size: the fit's rounding, where a weight is none
 
-    def __init__(self, live: Any, follows: bool):
+    def __init__(self, live: Any, first_step: int, follows: bool):
         self.live, self.follows = live, follows
         self._generator = torch.Generator().manual_seed(1)
         takes = "generator" in inspect.signature(live.step).parameters
         self._noise = torch.Generator().manual_seed(2) if takes else None
-        self._clip = math.inf
         self._depth = max(1, len(getattr(live, "model_outputs", ())))
         self._remembered: list[Tensor] = []
-
-    def run(self, first_step: int) -> Chain:
-        """Take the steps from the first one on."""
+        self.rows: list[list[float]] = []
+        self.scales: list[float] = []
+        self.draws_noise: list[bool] = []
+        self.clip, self.shown = math.inf, True
         sample, found = self._powers(), []
-        for place, timestep in enumerate(self.live.timesteps[first_step:]):
-            sample, step = self._take(place, timestep, sample)
-            found.append(step)
-            sample = sample if self.follows else self._powers()
-        rows, histories, kept, shown, scales, noisy = map(list, zip(*found, strict=True))
-        width = max((n + 1 for h in histories for n, weight in enumerate(h) if weight), default=0)
-        history = [(*h[:width], *[0.0] * (width - len(h))) for h in histories]
-        return Chain(
-            rows, history, kept, all(shown), self._clip, scales, tuple(noisy), self.follows
-        )
+        for timestep in live.timesteps[first_step:]:
+            out, weights = self._take(timestep, sample)
+            found.append(weights)
+            sample = out if follows else self._powers()
+        width = max((n + 1 for h in found for n, weight in enumerate(h) if weight), default=0)
+        self.history = [(*h[:width], *[0.0] * (width - len(h))) for h in found]
 
     def _powers(self) -> Tensor:
         count = len(self._SIZES)
@@ -273,27 +253,28 @@ class _ChainProbe:
         sign = torch.randint(0, 2, (count,), generator=self._generator) * 2 - 1
         return sign * torch.pow(2.0, exponent.double()) * self._SIZES
 
-    def _take(self, place: int, timestep: Tensor, sample: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """Take a step; return its result, and what it is as a linear form."""
+    def _take(self, timestep: Tensor, sample: Tensor) -> tuple[Tensor, list[float]]:
+        """Take a step; return its result, and its weights of what earlier steps kept."""
         step, sizes = _Step(self.live, timestep.item(), {}), self._SIZES
         output = torch.randn(len(sizes), generator=self._generator, dtype=torch.float64) * sizes
-        scale = self._scale(step, timestep, sample)
+        self.scales.append(self._scale(step, timestep, sample))
         options = {} if self._noise is None else {"generator": self._noise}
         before = None if self._noise is None else self._noise.get_state()
         result = self.live.step(output[None], timestep, sample[None], **options)
         out, seen = result.prev_sample[0], self._shown(result)
         # Noise of any weight but zero is none of the columns below.
         draws_noise = before is not None and not torch.equal(before, self._noise.get_state())
+        self.draws_noise.append(draws_noise)
         step.check_finite(out)
 
         keeps = output if seen is None else seen[0]
         small, large = self._SMALL, self._LARGE
         r0, r1 = _fit([x[small] / sizes[small] for x in (sample, output)], (keeps / sizes)[small])
         whole = r0 * sample + r1 * output
-        if place == 0 and keeps[large].abs().max() < 0.5 * whole[large].abs().max():
-            self._clip = float(keeps[large].abs().max())
-        clipped, held_out = math.isfinite(self._clip), self._HELD_OUT
-        expected = whole.clamp(-self._clip, self._clip)
+        if not self.rows and keeps[large].abs().max() < 0.5 * whole[large].abs().max():
+            self.clip = float(keeps[large].abs().max())
+        clipped, held_out = math.isfinite(self.clip), self._HELD_OUT
+        expected = whole.clamp(-self.clip, self.clip)
         step.check_close("x0", (expected / sizes)[held_out], (keeps / sizes)[held_out])
 
         columns = [sample, output, *[keeps] * clipped, *self._remembered]
@@ -307,8 +288,9 @@ class _ChainProbe:
         counts = [float(term.abs().max()) > least for term in terms[len(terms) - len(others) :]]
         history = [weight * counted for weight, counted in zip(others, counts, strict=True)]
         self._remembered = [keeps, *self._remembered][: self._depth]
-        form = [r0, r1, r2, r3, r4, 0.0], history, [r0, r1], seen is not None, scale, draws_noise
-        return out, form
+        self.rows.append([r0, r1, r2, r3, r4, 0.0])
+        self.shown = self.shown and seen is not None
+        return out, history
 
     def _scale(self, step: _Step, timestep: Tensor, sample: Tensor) -> float:
         """Return what the network takes the sample times."""

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -98,16 +98,10 @@ class StepTable:
         """
         rule = f"lie in 0..{len(self) - 1}"
         require(0 <= first_step < max(len(self), 1), "StepTable: first_step", rule, first_step)
-        of_steps = ("timesteps", "coefficients", "draws_noise", "levels", "x0", "scales")
-        parts = {
-            name: value[first_step:]
-            for name in (*of_steps, "transposed")
-            if (value := getattr(self, name)) is not None
-        }
-        return replace(self, **parts, **self._history_after(first_step))
-
-    def _history_after(self, first_step: int) -> dict[str, Any]:
-        return {}
+        held = {one.name: getattr(self, one.name) for one in fields(self)}
+        # Tensors and tuples have an entry for each step.
+        of_steps = {n: v[first_step:] for n, v in held.items() if isinstance(v, Tensor | tuple)}
+        return replace(self, **of_steps)
 
     def scaled(self, scales: Tensor, init_noise_sigma: float) -> StepTable:
         """Return the table of a network that takes the sample times ``scales``, (S,).
@@ -126,11 +120,7 @@ class StepTable:
             x0=None if x0 is None else torch.stack([x0[:, 0] / scales, x0[:, 1]], 1),
             scales=scales,
             init_noise_sigma=init_noise_sigma * float(scales[0]),
-            **self._history_scaled(after),
         )
-
-    def _history_scaled(self, scales: Tensor) -> dict[str, Any]:
-        return {}
 
     def noised(self, chunk: Tensor, noise: Tensor) -> Tensor:
         """Return the sample that the first step takes of a chunk of actions."""
@@ -204,16 +194,19 @@ class MultistepTable(StepTable):
         got = f"{len(lengths)} of lengths {lengths}"
         require(right and len(set(lengths)) <= 1, "MultistepTable: history", rule, got)
 
-    def _history_after(self, first_step: int) -> dict[str, Any]:
-        history = self.history[first_step:]
-        needs = any(any(weights[step:]) for step, weights in enumerate(history))
+    def after(self, first_step: int) -> StepTable:
+        """Return the steps from ``first_step`` on, as a process of their own."""
+        table = super().after(first_step)
+        needs = any(any(weights[step:]) for step, weights in enumerate(table.history))
         rule = "be one that needs no x0 of an earlier step"
         require(not needs, "MultistepTable: first_step", rule, first_step)
-        return {"history": history}
+        return table
 
-    def _history_scaled(self, scales: Tensor) -> dict[str, Any]:
-        pairs = zip(self.history, scales.tolist(), strict=True)
-        return {"history": tuple(tuple(w * scale for w in weights) for weights, scale in pairs)}
+    def scaled(self, scales: Tensor, init_noise_sigma: float) -> StepTable:
+        """Return the table of a network that takes the sample times ``scales``, (S,)."""
+        pairs = zip(self.history, [*scales[1:].tolist(), 1.0], strict=True)
+        history = tuple(tuple(w * scale for w in weights) for weights, scale in pairs)
+        return replace(super().scaled(scales, init_noise_sigma), history=history)
 
     def stepper(self, generator: Generators = None) -> Advance:
         """Return ``advance``, which keeps the x0 of earlier steps."""
