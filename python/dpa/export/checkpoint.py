@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpa.checkpoints.files import CheckpointError, read_file
 from dpa.checkpoints.loading import Checkpoint, load_checkpoint
@@ -77,24 +77,21 @@ def read(path: Path, **options: Any) -> Source:
         value = getattr(source, name)
         right = value is None or (type(value) is int and value > 0)
         require(right, f"{path}: {name}", "be a positive integer", repr(value), CheckpointError)
-    wrong = next(_not_finite(source), None)
+    wrong = next((n for n, v in _values(source).items() if not v.isfinite().all()), None)
     got = "NaN or infinity"
     require(wrong is None, f"{path}: {wrong}", "be finite", got, CheckpointError)
     return source
 
 
-def _not_finite(source: Source) -> Iterator[str]:
-    """Name what holds NaN or infinity, of which actions of NaN would come."""
-    around = source.around
-    modules = {"": source.unet, "encoder.": around.encoder or nn.Identity()}
-    for begin, module in modules.items():
-        for name, value in module.state_dict().items():
-            if not value.isfinite().all():
-                yield f"{begin}{name}"
+def _values(source: Source) -> dict[str, Tensor]:
+    """Return all numbers that actions are made with, by names for messages."""
+    around, named = source.around, dict(source.unet.state_dict())
+    if around.encoder is not None:
+        named |= {f"encoder.{n}": v for n, v in around.encoder.state_dict().items()}
     for name in ("observation", "action"):
         affine = getattr(around, name) or Affine.none()
-        if not all(part.isfinite().all() for part in affine):
-            yield f"the normalisation of {name}s"
+        named[f"the normalisation of {name}s"] = torch.cat(affine)
+    return named
 
 
 def _source(loaded: Checkpoint, path: Path) -> Source:

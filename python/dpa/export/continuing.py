@@ -82,9 +82,7 @@ class ContinuingLoop(OnPackedWeights):
         free = weights == 0
         for step in range(self.steps):
             timestep = self.timesteps[step].expand(sample.shape[0])
-            output = torch.ops.dpa.unet1d_by_name(
-                sample, timestep, cond, self.weights, self.config, self.dtype_name
-            )
+            output = self.predict(sample, timestep, cond)
             index = self.index[step]
             x0 = torch.ops.dpa.scheduler_step(output, sample, self.to_x0, index, None, self.clip)
             blended = torch.lerp(x0, chunk, weights)

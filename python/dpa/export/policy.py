@@ -187,6 +187,12 @@ class OnPackedWeights(Exported):
         _, self.config, kind = network.operands
         self.dtype_name = str(kind).removeprefix("torch.")  # as they are packed
 
+    def predict(self, sample: Tensor, timesteps: Tensor, cond: Tensor | None) -> Tensor:
+        """Run the network once, on (B, T, Da) at timesteps (B,)."""
+        return torch.ops.dpa.unet1d_by_name(
+            sample, timesteps, cond, self.weights, self.config, self.dtype_name
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # A GPU could not tell bytes that a CPU packed: reading their mark would stop the stream.
         here, there = self.weights.device.type, fn(self.weights[:0]).device.type
@@ -251,14 +257,7 @@ class PackedStep(OnPackedWeights):
         """
         index = index.reshape(1)
         timesteps = self.timesteps.index_select(0, index).expand(sample.shape[0])
-        output = torch.ops.dpa.unet1d_by_name(
-            sample,
-            timesteps,
-            self.condition(observation),
-            self.weights,
-            self.config,
-            self.dtype_name,
-        )
+        output = self.predict(sample, timesteps, self.condition(observation))
         sample = torch.ops.dpa.scheduler_step(
             output, sample, self.coefficients, index, noise, self.clip
         )

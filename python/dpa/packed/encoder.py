@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -49,16 +50,22 @@ class PackedEncoder:
 
     def run(self, images: Tensor) -> Tensor:
         """Return the encoder's output, or raise as :meth:`Keypoints.check` does."""
-        packed, x = self._follow(), images
+        x, convolve = images, functools.partial(self._convolve, self._follow())
         for layer in self.encoder.layers:
             if isinstance(layer, Preparation):
                 x = _prepared(layer, x)
             elif isinstance(layer, Convolution):
-                x = self._convolve(packed, layer, x)
+                x = convolve(layer, x)
             elif isinstance(layer, Residual):
-                x = self._residual(packed, layer, x)
+                shortcut = x if layer.shortcut is None else convolve(layer.shortcut, x)
+                for inner in layer.layers[:-1]:
+                    x = convolve(inner, x)
+                x = convolve(layer.layers[-1], x, shortcut)
             elif isinstance(layer, Keypoints):
-                x = self._keypoints(packed, layer, x)
+                layer.check(tuple(x.shape[2:]))
+                x = x if layer.conv is None else convolve(layer.conv, x)
+                x = ops.spatial_softmax(x, getattr(layer.pool, "temperature", None))
+                layer.keep(x)
             else:
                 x = layer(x)
         return x
@@ -77,20 +84,6 @@ class PackedEncoder:
         if not x.is_contiguous(memory_format=torch.channels_last):
             x = x.contiguous(memory_format=torch.channels_last)
         return ops.conv2d_norm_act(x, weight, residual=residual, relu=layer.relu, **rest)
-
-    def _residual(self, packed: Any, block: Residual, x: Tensor) -> Tensor:
-        shortcut = x if block.shortcut is None else self._convolve(packed, block.shortcut, x)
-        for layer in block.layers[:-1]:
-            x = self._convolve(packed, layer, x)
-        return self._convolve(packed, block.layers[-1], x, shortcut)
-
-    def _keypoints(self, packed: Any, layer: Keypoints, x: Tensor) -> Tensor:
-        layer.check(tuple(x.shape[2:]))
-        if layer.conv is not None:
-            x = self._convolve(packed, layer.conv, x)
-        keypoints = ops.spatial_softmax(x, getattr(layer.pool, "temperature", None))
-        layer.keep(keypoints)
-        return keypoints
 
 
 Sizes = tuple[int, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,20 +12,11 @@ from dpa.library.graphs import repeat
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Inputs, check
 from dpa.sampling.fused_loop import Body, Window, in_float32, split
+from dpa.sampling.stepwise_loop import Layers
 from dpa.schedulers.tables import MultistepTable, Steps, StepTable
 
 Shape = tuple[int, int, int]
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
-
-
-class Predict(Protocol):
-    """The network, called for many timesteps at once: on packed weights, or layer by layer."""
-
-    def begin(self, inputs: Inputs, timesteps: Tensor) -> Tensor:
-        """Return the step conditioning of each of the timesteps, a row each, (N, R)."""
-
-    def __call__(self, inputs: Inputs, sample: Tensor, conditioning: Tensor) -> Tensor:
-        """Predict for samples (N * B, T, Da) at timesteps of which these are the rows, (N, R)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ class Sweeps:
         self,
         shape: tuple[int, int, int],
         table: StepTable,
-        predict: Predict,
+        predict: Window | Layers,
         options: Parallel,
         numbers: Tensor,
     ):
