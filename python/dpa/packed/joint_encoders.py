@@ -30,11 +30,8 @@ class EncoderCall:
 
     def run(self) -> Tensor:
         """Return the encoder's features."""
-        return self.features(*run_alike([self]))
-
-    def features(self, result: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the encoder's features from the op's result, in ``out`` where it is given."""
-        return self.program.result(result, self.images.dtype, out)
+        (result,) = run_alike([self])
+        return self.program.result(result, self.images.dtype)
 
     @property
     def kind(self) -> Hashable:
@@ -47,9 +44,8 @@ class EncoderCall:
 def run_alike(calls: Sequence[EncoderCall]) -> list[Tensor]:
     """Run calls of one kind by one call of the op; return what the programs make features of."""
     first = calls[0]
-    config, constants = first.program.config, first.constants
     tensors = [call.images for call in calls], [call.packed for call in calls]
-    options = config, constants, first.dtype, first.size, first.crop
+    options = first.program.config, first.constants, first.dtype, first.size, first.crop
     return torch.ops.dpa.image_encoder(*tensors, *options)
 
 
@@ -114,7 +110,7 @@ class JointEncoders(OwnMode):
             branch = _branch(made[0]) if len(made) > 1 else None
             for i, ((call, features), result) in enumerate(zip(alike, made, strict=True)):
                 with torch.cuda.stream(branch if i % 2 else None):
-                    call.features(result, out=features)
+                    call.program.result(result, call.images.dtype, features)
             if branch is not None:
                 torch.cuda.current_stream().wait_stream(branch)
 

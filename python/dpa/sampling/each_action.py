@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 from dpa.library.capture import can_capture
 from dpa.packed.unet import PackedUnet
 from dpa.sampling.arguments import Inputs
-from dpa.sampling.fused_loop import LoopGraphs, expanded, run_captured
+from dpa.sampling.fused_loop import Body, LoopGraphs, expanded, run_captured
 from dpa.sampling.rng import RandomNumbers
-from dpa.sampling.stepwise_loop import Layers, takes
+from dpa.sampling.stepwise_loop import Layers
 from dpa.schedulers.each_action import EachActionTable
+from dpa.schedulers.inpainting import Inpainting
 from dpa.schedulers.tables import Generators
 
 
@@ -75,32 +75,29 @@ class EachActionSampler:
             inputs["random"] = numbers(generator)
         return self._body(device)(inputs)
 
-    def _body(self, device: torch.device) -> Any:
+    def _body(self, device: torch.device) -> Body:
         wide = torch.float64 if self.noise_dtype == torch.float64 else torch.float32
         rows = self.table.rows.to(device, wide)
-        return functools.partial(self._loop, rows.coefficients, wide)
 
-    def _loop(self, coefficients: Tensor, wide: torch.dtype, inputs: Inputs) -> Tensor:
-        inputs = {n: v.to(wide) if v.is_floating_point() else v for n, v in inputs.items()}
-        sample, timesteps = inputs["noise"], inputs["timestep"]
-        mask, data = inputs.get("condition_mask"), inputs.get("condition_data")
-        predict = self._predictor(inputs)
-        for step in range(self.table.count):
-            sample = sample if mask is None else torch.where(mask, data, sample)
-            output = predict(sample, timesteps)
-            noise = inputs["random"][step] if "random" in inputs else None
-            of_actions = [None if x is None else x.flatten(0, 1) for x in (output, sample, noise)]
-            output, before, noise = of_actions
-            given = output, before, coefficients, (timesteps + 1).flatten(), noise
-            out = torch.ops.dpa.scheduler_step(*given, self.table.rows.clip)
-            sample = out.view_as(sample)
-            timesteps = (timesteps - 1).clamp(min=-1)
-        return sample if mask is None else torch.where(mask, data, sample)
+        def body(inputs: Inputs) -> Tensor:
+            inputs = {n: v.to(wide) if v.is_floating_point() else v for n, v in inputs.items()}
+            sample, timesteps = inputs["noise"], inputs["timestep"]
+            predict, held = self._predictor(inputs), Inpainting.of(inputs, "sample", rows)
+            for step in range(self.table.count):
+                sample = sample if held is None else held.sample(step, sample)
+                output = predict(sample, timesteps).flatten(0, 1)
+                noise = inputs["random"][step].flatten(0, 1) if "random" in inputs else None
+                given = output, sample.flatten(0, 1), rows.coefficients, (timesteps + 1).flatten()
+                out = torch.ops.dpa.scheduler_step(*given, noise, rows.clip)
+                sample = out.view_as(sample)
+                timesteps = (timesteps - 1).clamp(min=-1)
+            return sample if held is None else held.last(sample)
+
+        return body
 
     def _predictor(self, inputs: Inputs) -> Callable[[Tensor, Tensor], Tensor]:
         if self.packed is not None:
             return functools.partial(self.packed, global_cond=inputs.get("global_cond"))
-        always = ("global_cond",) if takes(self.unet, "global_cond") else ()
-        layers = Layers(self.unet, next(self.unet.parameters()).dtype, always)
+        layers = Layers(self.unet, next(self.unet.parameters()).dtype, {})
         conditions = {n: inputs[n] for n in ("global_cond", "local_cond") if n in inputs}
         return functools.partial(layers.predict, conditions=layers.cast(conditions))

@@ -21,25 +21,28 @@ _MISSES = 8  # graphs in a row whose module changed
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What is captured in the place of a loop around a module, which it computes otherwise.
+class Loop:
+    """A loop around a module.
 
     Attributes:
-        module: what is traced.
-        kind: of the loop, as :meth:`ModuleLoops.run` takes it.
-        inputs: of the loop.
-        make: ``make(inputs)`` returns the loop, or raises.
-        plain: the loop around the module as it is, in the module's own dtype.
-        dtype: of its arithmetic.
+        module: what it calls.
+        kind: what the result depends on but for what the module is made of, the shapes of the
+            inputs and the settings of kernels.
+        inputs: but for its random numbers.
+        body: ``body(inputs)`` runs it.
 
     """
 
     module: nn.Module
     kind: tuple[Hashable, ...]
     inputs: Inputs
-    make: Callable[[Inputs], Body]
-    plain: Body
-    dtype: torch.dtype
+    body: Body
+
+    @property
+    def key(self) -> Hashable:
+        """What a graph of it is kept by."""
+        shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in self.inputs.items())
+        return *self.kind, shapes, kernel_settings()
 
 
 class ModuleLoops(LoopGraphs):
@@ -65,19 +68,9 @@ class ModuleLoops(LoopGraphs):
                 return way, next(reversed(why.values()))
         return None
 
-    def replay(
-        self,
-        kind: tuple[Hashable, ...],
-        inputs: Inputs,
-        numbers: RandomNumbers,
-        generator: Generators,
-    ) -> Tensor | None:
-        """Return what a captured loop of that kind makes of its inputs; None where there is none.
-
-        ``kind`` is what the result depends on but for the module, its inputs' shapes and the
-        settings of kernels.
-        """
-        key = _key(kind, inputs)
+    def replay(self, loop: Loop, numbers: RandomNumbers, generator: Generators) -> Tensor | None:
+        """Return what a captured loop like this makes of its inputs; None where there is none."""
+        key = loop.key
         with self.lock:
             graph, *rests_on = self.find(key) or (None,)
             if graph is not None and not all(one.holds() for one in rests_on):
@@ -86,71 +79,69 @@ class ModuleLoops(LoopGraphs):
             if graph is None:
                 return None
             self._misses = 0
-            return graph.replay(inputs, numbers if numbers.rows else None, generator)
+            return graph.replay(loop.inputs, numbers if numbers.rows else None, generator)
 
     def run(
         self,
-        module: nn.Module,
-        kind: tuple[Hashable, ...],
-        inputs: Inputs,
-        body: Body,
+        loop: Loop,
+        plain: Loop,
+        trace: Callable[[Inputs], Body],
+        dtype: torch.dtype,
         numbers: RandomNumbers,
         generator: Generators,
-        trace: Trace,
     ) -> Tensor:
-        """Return ``body(inputs)`` with the loop's random numbers, replayed from the second call on.
+        """Return what a loop makes of its inputs, replayed from the second call on.
 
-        What is captured is the trace, or the body where that has none or gives something else: the
-        first replay of a graph is compared with the body.
+        What is captured is ``trace(inputs)``, which computes ``plain``, the loop around the module
+        as it is, in ``dtype``; or ``loop`` where that raises or gives something else: the first
+        replay of a graph is compared with the loop.
         """
         with self.lock:
-            result = self.replay(kind, inputs, numbers, generator)
+            result = self.replay(loop, numbers, generator)
             if result is not None:
                 return result
             random = {"random": numbers(generator).float()} if numbers.rows else {}
             answers = MaskAnswers()
             with answers.used():
-                result = body(inputs | random)
+                result = loop.body(loop.inputs | random)
                 if self._misses > _MISSES:
                     return result
-                graph = self._traced(trace, numbers.device, random, result)
-                if graph is not None:
-                    module, kind, inputs = trace.module, trace.kind, trace.inputs
-                loop = numbers.device, inputs | random, result
+                graph = self._traced(plain, trace, dtype, random, result)
+                loop = loop if graph is None else plain
+                state = ModuleState(loop.module)
 
                 def make() -> tuple[LoopGraph, ModuleState, MaskAnswers]:
-                    return graph or _checked(body, *loop), state, answers
+                    inputs = loop.inputs | random
+                    return graph or _checked(loop.body, inputs, result), state, answers
 
-                state = ModuleState(module)
                 if not state.hooked():
-                    self.capture(_key(kind, inputs), numbers.device, make)
+                    self.capture(loop.key, numbers.device, make)
             return result
 
     def _traced(
-        self, trace: Trace, device: torch.device, random: Inputs, result: Tensor
+        self,
+        plain: Loop,
+        trace: Callable[[Inputs], Body],
+        dtype: torch.dtype,
+        random: Inputs,
+        result: Tensor,
     ) -> LoopGraph | None:
         """Return the graph of a traced loop; None where there is none that gives the result."""
-        if trace.kind in self.untraced or ModuleState(trace.module).hooked():
+        if plain.kind in self.untraced or ModuleState(plain.module).hooked():
             return None
-        inputs = trace.inputs | random
+        inputs = plain.inputs | random
         try:
-            exact = functools.partial(trace.plain, inputs)
-            return _checked(trace.make(inputs), device, inputs, result, trace.dtype, exact)
+            exact = functools.partial(plain.body, inputs)
+            return _checked(trace(inputs), inputs, result, dtype, exact)
         except torch.OutOfMemoryError:
             return None  # the next call tries again
         except Exception as error:  # whatever a trace raises, the module runs as it is
-            self.untraced[trace.kind] = str(error)
+            self.untraced[plain.kind] = str(error)
             return None
-
-
-def _key(kind: tuple[Hashable, ...], inputs: Inputs) -> Hashable:
-    shapes = tuple((n, tuple(v.shape), v.dtype) for n, v in inputs.items())
-    return *kind, shapes, kernel_settings()
 
 
 def _checked(
     body: Body,
-    device: torch.device,
     inputs: Inputs,
     result: Tensor,
     dtype: torch.dtype = torch.float32,
@@ -161,6 +152,7 @@ def _checked(
     Two loops in 16 bits may differ by their rounding, which some networks magnify. There the replay
     must be as near to the ``exact`` result as the other is, but for half of that distance.
     """
+    device = result.device
     graph = LoopGraph(device, body, inputs, known=False)
     found = graph.replay(inputs, None, None)
     error, most = relative_error(found, result), limit(LOOP_LIMITS, (torch.float32, dtype), device)

@@ -18,7 +18,8 @@ from dpa.nn.family import is_of_family
 from dpa.packed.unet import PackedUnet
 from dpa.sampling import arguments, fused_loop, stepwise_loop
 from dpa.sampling.arguments import Call, Given, Inputs, check
-from dpa.sampling.module_loops import ModuleLoops, Trace
+from dpa.sampling.fused_loop import Body
+from dpa.sampling.module_loops import Loop, ModuleLoops
 from dpa.sampling.packing import Packing
 from dpa.sampling.parallel import (
     PackedSweeps,
@@ -30,6 +31,7 @@ from dpa.sampling.parallel import (
 )
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.step_tables import Tables
+from dpa.sampling.stepwise_loop import Copy, Layers
 from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.tables import Generators, Steps, StepTable
 from dpa.tracking import is_observed
@@ -154,7 +156,7 @@ class DiffusionSampler:
             options["eta"] = eta
         self._scheduler = copy.deepcopy(scheduler)
         self._tables = Tables(self._scheduler, options)
-        self._copy: stepwise_loop.Copy | None = None
+        self._copy: Copy | None = None
         self.num_inference_steps = num_inference_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -316,7 +318,7 @@ class DiffusionSampler:
     def _sample_in_sweeps(self, call: Call, sweeps: PackedSweeps) -> Tensor:
         """Sample in parallel with a network that is not packed."""
         layers = self._layers(call)
-        inputs = layers.cast(call.conditions()) | call.begin()
+        inputs = layers.inputs_of(call)
         inputs["random"] = call.numbers()(call.generator).to(call.dtype)
         found = Sweeps(call.shape, call.table, layers, sweeps.options, sweeps.numbers)
         return found.of_a_call(inputs, call.table)
@@ -324,24 +326,23 @@ class DiffusionSampler:
     def _sample_captured(self, call: Call) -> Tensor:
         """Run the loop around a module that dpa does not pack, as one graph."""
         table, shape, dtype = call.table, call.shape, self.dtype or call.weights_dtype
-        rest = dtype, table, call.noise_dtype, shape, call.inpainting
-        plain, numbers = self._plain_layers(self.unet, call.weights_dtype, call), call.numbers()
-        trace = Trace(
-            self.unet,
-            (self.unet, *rest),
-            plain.cast(call.conditions()) | call.begin(),
-            lambda inputs: _loop(call, plain.traced(table, inputs, shape, dtype)),
-            _loop(call, plain),
-            dtype,
-        )
-        found = self._loops.replay(trace.kind, trace.inputs, numbers, call.generator)
+        numbers = call.numbers()
+
+        def around(layers: Layers) -> Loop:
+            kind = layers.network, dtype, table, call.noise_dtype, shape, call.inpainting
+            return Loop(layers.network, kind, layers.inputs_of(call), _loop(call, layers))
+
+        def trace(inputs: Inputs) -> Body:
+            return _loop(call, layers.traced(table, inputs, shape, dtype))
+
+        layers = Layers(self.unet, call.weights_dtype, call.others)
+        plain = around(layers)
+        found = self._loops.replay(plain, numbers, call.generator)
         if found is not None:
             self._copy = None  # what a trace was compared with
             return found
-        layers = self._layers(call)
-        kind, inputs = (layers.network, *rest), layers.cast(call.conditions()) | call.begin()
-        run = kind, inputs, _loop(call, layers), numbers, call.generator, trace
-        return self._loops.run(layers.network, *run)
+        loop = around(self._layers(call))
+        return self._loops.run(loop, plain, trace, dtype, numbers, call.generator)
 
     def _step_by_step(self, call: Call) -> Tensor:
         """Run the network and the scheduler's step, one after the other."""
@@ -352,25 +353,19 @@ class DiffusionSampler:
             return draw_normal(call.shape, call.generator, *kind).to(call.dtype)
 
         layers = self._layers(call)
-        inputs = layers.cast(call.conditions()) | call.begin()
+        inputs = layers.inputs_of(call)
         if "noise" not in inputs:
             inputs["noise"] = draw(None)
         return _loop(call, layers)(inputs, draw=draw, generator=call.generator)
 
-    def _layers(self, call: Call) -> stepwise_loop.Layers:
+    def _layers(self, call: Call) -> Layers:
         """Return the network as a loop of steps calls it, in the dtype that it is called in."""
         network, dtype = self.unet, self.dtype or call.weights_dtype
         if dtype != call.weights_dtype and isinstance(network, nn.Module):
             if self._copy is None or self._copy.unet is not network:
-                self._copy = stepwise_loop.Copy(network)
+                self._copy = Copy(network)
             network = self._copy.to(call.device, dtype)
-        return self._plain_layers(network, dtype, call)
-
-    def _plain_layers(
-        self, network: Callable[..., Tensor], dtype: torch.dtype, call: Call
-    ) -> stepwise_loop.Layers:
-        takes = not call.others and stepwise_loop.takes(network, "global_cond")
-        return stepwise_loop.Layers(network, dtype, ("global_cond",) if takes else ())
+        return Layers(network, dtype, call.others)
 
     def _is_captured(self, call: Call) -> bool:
         """Whether the steps of a module that dpa does not pack run as one graph."""
@@ -389,7 +384,7 @@ class DiffusionSampler:
         return foreign and replaced(unet, "forward") is None
 
 
-def _loop(call: Call, layers: stepwise_loop.Layers | TracedNetwork) -> Callable[..., Tensor]:
+def _loop(call: Call, layers: Layers | TracedNetwork) -> Callable[..., Tensor]:
     """Return the loop around a network, of its inputs."""
-    run = stepwise_loop.run
-    return functools.partial(run, layers, call.table, shape=call.shape, inpainting=call.inpainting)
+    given = {"shape": call.shape, "inpainting": call.inpainting}
+    return functools.partial(stepwise_loop.run, layers, call.table, **given)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpa.nn.family import run_network
-from dpa.sampling.arguments import OF_THE_LOOP
+from dpa.sampling.arguments import OF_THE_LOOP, Call, Inputs
 from dpa.sampling.fused_loop import split
 from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.inpainting import Inpainting
@@ -69,11 +69,15 @@ def _values(unet: nn.Module) -> list[Tensor]:
 class Layers:
     """A network that is called in a dtype, for one state of a loop or for a window of them.
 
-    Conditions named in ``always`` are None where there are none.
+    ``global_cond`` is None where there is none, the network takes one, and has no conditions of
+    ``others``' names.
     """
 
-    def __init__(self, unet: Callable[..., Tensor], dtype: torch.dtype, always: tuple[str, ...]):
-        self.network, self.dtype, self._none = unet, dtype, dict.fromkeys(always)
+    def __init__(
+        self, unet: Callable[..., Tensor], dtype: torch.dtype, others: Mapping[str, Tensor]
+    ):
+        takes = not others and _takes_global_cond(unet)
+        self.network, self.dtype, self._none = unet, dtype, {"global_cond": None} if takes else {}
 
     def predict(
         self, sample: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor | None]
@@ -102,6 +106,10 @@ class Layers:
         """Return conditions in the network's dtype; indices and masks stay as they are."""
         return {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in conditions.items()}
 
+    def inputs_of(self, call: Call) -> Inputs:
+        """Return the inputs of a call's loop, but for its random numbers."""
+        return self.cast(call.conditions()) | call.begin()
+
     def begin(self, inputs: dict[str, Tensor], timesteps: Tensor) -> Tensor:
         """Return the timesteps, a row each, (N, 1)."""
         return timesteps[:, None]
@@ -120,13 +128,13 @@ def _conditions(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: v for n, v in inputs.items() if n not in OF_THE_LOOP}
 
 
-def takes(unet: Callable[..., Tensor], name: str) -> bool:
-    """Whether a network takes an argument of that name, as far as it says."""
+def _takes_global_cond(unet: Callable[..., Tensor]) -> bool:
+    """Whether a network takes such an argument, as far as it says."""
     try:
         parameters = inspect.signature(getattr(unet, "forward", unet)).parameters
     except (TypeError, ValueError):
         return True
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "global_cond" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def run(
