@@ -77,7 +77,6 @@ class Exported(nn.Module):
         numbers = iter(range(1, self.steps + 1))
         # The index into ``noise`` of each step; 0 is the initial sample and stands for none.
         self.noise_index = [next(numbers) if noisy else 0 for noisy in table.draws_noise]
-        self.noisy = any(table.draws_noise)
         self.entries_of_noise = 1 + sum(table.draws_noise)
         for name in _NORMALISED:
             affine = Affine(*(getattr(around, name) or Affine.none()))
@@ -224,7 +223,7 @@ class PackedLoop(OnPackedWeights):
         """Map (B, Do) and (1 + noisy steps, B, T, Da), float32, to actions (B, T, Da), float32."""
         sample = self.initial(noise)
         step_noise: Tensor | None = None
-        if self.noisy:
+        if self.entries_of_noise > 1:
             # The coefficient of a step without noise is 0, so any entry will do.
             step_noise = noise.index_select(0, self.entries)
         sample = torch.ops.dpa.diffusion_sample_by_name(

@@ -75,8 +75,7 @@ def computes_alike(packed: PackedUnet) -> bool:
     device, dtype = packed.weights.placement
     sample, steps, conditions = example(packed.network, torch.empty((), device=device, dtype=dtype))
     expected = run_network(lambda: packed.unet(sample, steps, **conditions), sample)
-    names = ("global_cond", "local_cond")
-    conds = [conditions[name].float() if name in conditions else None for name in names]
-    got = packed(sample.float(), steps.float(), *conds).to(expected.dtype)
+    floats = {name: value.float() for name, value in conditions.items()}
+    got = packed(sample.float(), steps.float(), **floats).to(expected.dtype)
     most = limit(STEP_LIMITS, (dtype, packed.dtype), device)
     return proves(expected) and relative_error(got, expected) <= most

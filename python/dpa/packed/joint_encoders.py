@@ -107,21 +107,15 @@ class JointEncoders(OwnMode):
             kinds.setdefault(one[0].kind, []).append(one)
         for alike in kinds.values():
             made = run_alike([call for call, _ in alike])
-            branch = _branch(made[0]) if len(made) > 1 else None
+            branch = None
+            if len(made) > 1 and made[0].is_cuda:  # a stream behind what is captured so far
+                branch = _stream_beside(made[0].device.index)
+                branch.wait_stream(torch.cuda.current_stream())
             for i, ((call, features), result) in enumerate(zip(alike, made, strict=True)):
                 with torch.cuda.stream(branch if i % 2 else None):
                     call.program.result(result, call.images.dtype, features)
             if branch is not None:
                 torch.cuda.current_stream().wait_stream(branch)
-
-
-def _branch(result: Tensor) -> torch.cuda.Stream | None:
-    """Return a stream behind what is captured so far; None on a CPU."""
-    if not result.is_cuda:
-        return None
-    stream = _stream_beside(result.device.index)
-    stream.wait_stream(torch.cuda.current_stream())
-    return stream
 
 
 @functools.cache

@@ -81,10 +81,10 @@ def _sign(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | No
         pieces.append(graph.call_function(_aten.slice.Tensor, (factor, dim, start, end)))
         if _is(part, _NEG):
             pieces[-1] = graph.call_function(_NEG, (pieces[-1],))
-    signed = _made(graph, _CAT, (pieces, dim), factor, reached)
+    signed = add_node(graph, _CAT, (pieces, dim), factor, reached)
     plain = [part.args[0] if _is(part, _NEG) else part for part in parts]
-    turned = _made(graph, _CAT, (plain, dim), joined, reached)
-    return _made(graph, _MUL, (turned, signed), node, reached)
+    turned = add_node(graph, _CAT, (plain, dim), joined, reached)
+    return add_node(graph, _MUL, (turned, signed), node, reached)
 
 
 def _add_scaled(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | None:
@@ -96,7 +96,7 @@ def _add_scaled(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Nod
             continue
         terms = other, *scaled.args
         if all(isinstance(term, fx.Node) for term in terms) and _alike(node, *terms):
-            return _made(graph, _aten.addcmul.default, terms, node, reached)
+            return add_node(graph, _aten.addcmul.default, terms, node, reached)
     return None
 
 
@@ -119,9 +119,9 @@ def _modulation(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Nod
             return None
     if weight is not None or bias is not None or not _alike(node, x, scale, shift):
         return None
-    affine = [_made(graph, _RESHAPE, (term, shape), term, reached) for term in (scale, shift)]
-    made = _made(graph, norm.target, (x, shape, *affine, eps), norm, reached)
-    return _made(graph, operator.getitem, (made, 0), node, reached)
+    affine = [add_node(graph, _RESHAPE, (term, shape), term, reached) for term in (scale, shift)]
+    made = add_node(graph, norm.target, (x, shape, *affine, eps), norm, reached)
+    return add_node(graph, operator.getitem, (made, 0), node, reached)
 
 
 def _channel_norm(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | None:
@@ -142,12 +142,12 @@ def _channel_norm(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.N
     per_channel = all(tuple(_value(n).shape) == (1, channels, 1) for n in (scale, shift))
     if not per_channel or not _alike(node, x, scale, shift):
         return None
-    rows = _made(graph, _aten.transpose.int, (x, 1, 2), x, reached)
-    affine = [_made(graph, _RESHAPE, (n, [channels]), n, reached) for n in (scale, shift)]
+    rows = add_node(graph, _aten.transpose.int, (x, 1, 2), x, reached)
+    affine = [add_node(graph, _RESHAPE, (n, [channels]), n, reached) for n in (scale, shift)]
     given = rows, [channels], *affine, eps
-    made = _made(graph, _aten.native_layer_norm.default, given, x, reached)
-    found = _made(graph, operator.getitem, (made, 0), x, reached)
-    return _made(graph, _aten.transpose.int, (found, 1, 2), node, reached)
+    made = add_node(graph, _aten.native_layer_norm.default, given, x, reached)
+    found = add_node(graph, operator.getitem, (made, 0), x, reached)
+    return add_node(graph, _aten.transpose.int, (found, 1, 2), node, reached)
 
 
 def _are_moments(x: Any, variance: Any, mean: Any) -> bool:
@@ -176,8 +176,8 @@ def _bias(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx.Node | No
         columns = _value(gemm).shape[1]
         if _value(shaped).shape[-1] == columns and _value(bias).shape == (columns,):
             terms = bias, *gemm.args
-            made = _made(graph, _aten.addmm.default, terms, gemm, reached)
-            return _made(graph, _RESHAPE, (made, shaped.args[1]), node, reached)
+            made = add_node(graph, _aten.addmm.default, terms, gemm, reached)
+            return add_node(graph, _RESHAPE, (made, shaped.args[1]), node, reached)
     return None
 
 
@@ -192,8 +192,8 @@ def _gelu_of_linear(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> fx
     if not _value(inner).is_cuda or _value(inner.args[0]).dim() != 1:
         return None
     target = _aten._addmm_activation.default
-    made = _made(graph, target, inner.args, inner, reached, use_gelu=True)
-    return _made(graph, _RESHAPE, (made, list(_value(node).shape)), node, reached)
+    made = add_node(graph, target, inner.args, inner, reached, use_gelu=True)
+    return add_node(graph, _RESHAPE, (made, list(_value(node).shape)), node, reached)
 
 
 def _is(node: Any, target: Any) -> bool:
@@ -209,7 +209,7 @@ def _alike(*nodes: fx.Node) -> bool:
     return len({(_value(node).dtype, _value(node).device) for node in nodes}) == 1
 
 
-def _made(
+def add_node(
     graph: fx.Graph,
     target: Any,
     args: tuple[Any, ...],

@@ -386,5 +386,4 @@ class DiffusionSampler:
 
 def _loop(call: Call, layers: Layers | TracedNetwork) -> Callable[..., Tensor]:
     """Return the loop around a network, of its inputs."""
-    given = {"shape": call.shape, "inpainting": call.inpainting}
-    return functools.partial(stepwise_loop.run, layers, call.table, **given)
+    return functools.partial(stepwise_loop.run, layers, call.table, inpainting=call.inpainting)

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from dpa.sampling.rewrites import add_node
+
 _aten = torch.ops.aten
 _POINTWISE = (_aten.mul.Tensor, _aten.add.Tensor, _aten.addcmul.default, _aten.neg.default)
 _ALONG = (_aten.slice.Tensor, _aten.cat.default)  # their second argument is a dimension
@@ -74,25 +76,21 @@ def _join(graph: fx.Graph, reached: set[fx.Node], base: fx.Node, place: int, pai
         return
     joined: Pairs = {}
     with graph.inserting_before(last.next):
-
-        def add(target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-            node = graph.call_function(target, args)
-            node.meta["val"] = like.meta["val"]  # of one part: kind and device count
-            reached.add(node)
-            return node
-
+        # Their values are those of one part: kind and device count.
         for first in pairs:
             if not joined:
-                joined[first] = add(_aten.slice.Tensor, (base, 0, place, place + 2), first)
+                args = base, 0, place, place + 2
+                joined[first] = add_node(graph, _aten.slice.Tensor, args, first, reached)
                 continue
             args = fx.map_arg(first.args, lambda node: joined.get(node, node))
             if first.target in _ALONG:
                 args = (args[0], _further(args[1:2]), *args[2:])
-            joined[first] = add(first.target, args, first)
+            joined[first] = add_node(graph, first.target, args, first, reached)
         for first, node in list(joined.items())[1:]:
             for number, one in enumerate((first, pairs[first])):
                 if one.users.keys() - both:
-                    part = add(_aten.select.int, (node, 0, number), one)
+                    args = node, 0, number
+                    part = add_node(graph, _aten.select.int, args, one, reached)
                     one.replace_all_uses_with(part, lambda user: user not in both)
 
 

@@ -141,7 +141,6 @@ def run(
     layers: Layers | TracedNetwork,
     table: Steps,
     inputs: Mapping[str, Tensor],
-    shape: Shape,
     draw: Callable[[int], Tensor] | None = None,
     generator: Generators = None,
     inpainting: str = "sample",
@@ -152,7 +151,7 @@ def run(
     loop comes to need them; without it they are an input, ``random``.
     """
     rest, sample, random = split(inputs, table)
-    predict = layers.ahead(table.timesteps[:, None].expand(-1, shape[0]), _conditions(rest))
+    predict = layers.ahead(table.timesteps[:, None].expand(-1, len(sample)), _conditions(rest))
     numbers = random.__getitem__ if draw is None else draw
     held = Inpainting.of(rest, inpainting, table)
     return loop(sample, table, predict, numbers, held, generator)
