@@ -7,9 +7,6 @@ from pathlib import Path
 
 from dpa.library.checks import require
 
-# What is read of a LeRobot folder.
-_OF_FOLDER = ("config.json", "*.safetensors", "policy_*processor.json")
-
 
 def manifest_of(path: Path) -> Path:
     """Return where the manifest of an exported file lies."""
@@ -25,7 +22,7 @@ def files_of(checkpoint: Path) -> Iterator[Path]:
     """Yield the files that are read of a checkpoint, a file or a folder."""
     folder = folder_of(checkpoint)
     if folder.is_dir():
-        for pattern in _OF_FOLDER:
+        for pattern in ("config.json", "*.safetensors", "policy_*processor.json"):
             yield from folder.glob(pattern)
     else:
         yield checkpoint

@@ -120,7 +120,8 @@ class EncoderProgram:
             x = x[:, :, None, None]
         writes = out is not None and not torch.is_grad_enabled()
         for i, layer in enumerate(self.tail, 1):
-            if writes and i == len(self.tail) and _is_relu(layer):
+            is_relu = type(layer) is nn.ReLU and not is_changed(layer)
+            if writes and is_relu and i == len(self.tail):
                 return torch.clamp_min(x, 0.0, out=out)  # a kernel less
             x = layer(x)
         return x if out is None else out.copy_(x)
@@ -183,10 +184,6 @@ class EncoderProgram:
 
 def _one(size: int | tuple[int, int]) -> int:
     return size if isinstance(size, int) else size[0]
-
-
-def _is_relu(layer: Any) -> bool:
-    return type(layer) is nn.ReLU and not is_changed(layer)
 
 
 def _is_plain(pool: nn.MaxPool2d) -> bool:

@@ -7,7 +7,7 @@ the GPU.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class Forwards:
         inputs = {"sample": sample, "timesteps": timesteps, **conditions}
         if not can_capture(sample.device) or is_dispatched():
             return _ordered(packed.run(*_floats(packed, inputs)), channels_first)
-        kind = _kind(inputs), channels_first
+        shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        kind = shapes, kernel_settings(), channels_first
         if kind != getattr(self._last, "kind", None):  # a batch of its own is not worth a capture
             self._last.kind = kind
             return _ordered(packed.run(*_floats(packed, inputs)), channels_first)
@@ -53,11 +54,6 @@ class Forwards:
             return _ordered(packed(*_floats(packed, given)), channels_first)
 
         return run_captured(packed, self._graphs, kind, none, lambda: body, inputs, None)
-
-
-def _kind(inputs: Inputs) -> Hashable:
-    shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
-    return shapes, kernel_settings()
 
 
 def _ordered(out: Tensor, channels_first: bool) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 from dpa.library.checks import require
 from dpa.library.graphs import repeat
 from dpa.packed.unet import PackedUnet
-from dpa.sampling.arguments import Inputs, check
+from dpa.sampling.arguments import Inputs
 from dpa.sampling.fused_loop import Body, Window, in_float32, split
 from dpa.sampling.stepwise_loop import Layers
-from dpa.schedulers.tables import MultistepTable, Steps, StepTable
+from dpa.schedulers.tables import StepTable
 
 Shape = tuple[int, int, int]
 _LARGEST_WINDOW = 128  # of the kernel that moves it; others take PyTorch's
@@ -236,16 +236,6 @@ class Sweeps:
     def _apply_condition(self, states: Tensor) -> Tensor:
         mask = self._inputs.get("condition_mask")
         return states if mask is None else torch.where(mask, self._inputs["condition_data"], states)
-
-
-def check_parallel(options: Parallel, table: Steps, device: torch.device) -> None:
-    """Refuse loops that have no sweeps."""
-    single = isinstance(table, StepTable) and not isinstance(table, MultistepTable)
-    rule = "be left out of a scheduler that no StepTable expresses"
-    check(single, "parallel", rule, type(table).__name__)
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    rule = "be left out inside a capture, since how many sweeps it takes depends on values"
-    check(not captured, "parallel", rule, options)
 
 
 def _cumulative(slope: Tensor) -> Tensor:

@@ -26,14 +26,13 @@ from dpa.sampling.parallel import (
     Parallel,
     ParallelReport,
     Sweeps,
-    check_parallel,
     report_of,
 )
 from dpa.sampling.rng import draw_normal
 from dpa.sampling.step_tables import Tables
 from dpa.sampling.stepwise_loop import Copy, Layers
 from dpa.sampling.traced import TracedNetwork
-from dpa.schedulers.tables import Generators, Steps, StepTable
+from dpa.schedulers.tables import Generators, MultistepTable, Steps, StepTable
 from dpa.tracking import is_observed
 from dpa.tracking.replacing import replaced
 from dpa.tracking.weights import MODES
@@ -308,8 +307,13 @@ class DiffusionSampler:
         return self._sample_captured(call) if self._is_captured(call) else self._step_by_step(call)
 
     def _sweeps(self, parallel: Parallel, call: Call) -> PackedSweeps:
-        """Return how a call is sampled in parallel."""
-        check_parallel(parallel, call.table, call.device)
+        """Return how a call is sampled in parallel; refuse loops that have no sweeps."""
+        table, rule = call.table, "be left out of a scheduler that no StepTable expresses"
+        single = isinstance(table, StepTable) and not isinstance(table, MultistepTable)
+        check(single, "parallel", rule, type(table).__name__)
+        captured = call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        rule = "be left out inside a capture, since how many sweeps it takes depends on values"
+        check(not captured, "parallel", rule, parallel)
         with torch.inference_mode(False):
             new = torch.zeros(4, dtype=torch.float64, device=call.device)
         self._last_did = self._did.setdefault(call.device, new)

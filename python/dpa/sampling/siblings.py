@@ -35,15 +35,12 @@ def unify(graph: fx.Graph) -> None:
 def join(graph: fx.Graph, reached: set[fx.Node]) -> None:
     """Join what is done alike to ``x[i]`` and ``x[i + 1]``, in what a sample reaches."""
     for base in [node for node in graph.nodes if node in reached]:
-        parts = {n.args[2]: n for n in base.users if _selects(n)}
+        selects = [node for node in base.users if node.target is _aten.select.int]
+        parts = {node.args[2]: node for node in selects if node.args[1] == 0}
         for place, part in parts.items():
             if place >= 0 and place + 1 in parts:
                 _join(graph, reached, base, place, _alike(graph, part, parts[place + 1]))
     graph.eliminate_dead_code()
-
-
-def _selects(node: fx.Node) -> bool:
-    return node.target is _aten.select.int and node.args[1] == 0
 
 
 def _alike(graph: fx.Graph, first: fx.Node, second: fx.Node) -> Pairs:

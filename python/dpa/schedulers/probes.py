@@ -193,7 +193,11 @@ def measure_chain(live: Any, first_step: int = 0) -> Chain:
     Where it depends on an earlier sample too (Heun, UniPC's corrector), that is what the last step
     made this one's sample of, so that this sample and what was kept determine it.
     """
-    _rewind(live)
+    held = vars(live)  # of a copy that was used: it begins at its first step again
+    start = {name: held[name] for name in OF_STEPS if name in held}
+    held |= {n: [None] * len(v) if isinstance(v, list) else None for n, v in start.items()}
+    if "lower_order_nums" in held:
+        live.lower_order_nums = 0
     try:
         return Chain(copy.deepcopy(live), first_step, follows=False)
     except NotLinearError:
@@ -306,11 +310,3 @@ class Chain:
         if hasattr(self.live, "model_outputs"):
             return self.live.model_outputs[-1]
         return getattr(result, "pred_original_sample", None)
-
-
-def _rewind(live: Any) -> None:
-    """Reset a used copy to its first step."""
-    held = vars(live)
-    start = {name: held[name] for name in OF_STEPS if name in held}
-    empty = {n: [None] * len(v) if isinstance(v, list) else None for n, v in start.items()}
-    held.update(empty | ({"lower_order_nums": 0} if "lower_order_nums" in held else {}))
