@@ -48,11 +48,10 @@ class ContinuingLoop(OnPackedWeights):
         require(invertible, "around.action", "have a scale without zeros", "one")
         self.warm = warm
         to_x0, to_output = table.to_x0_and_back()
-        of_output = table.x0[:, 1]
         level = table.x0.new_tensor([0.0, 1.0]) if table.levels is None else table.levels[0]
         self.register_buffer("to_x0", to_x0.float())
         self.register_buffer("to_output", to_output.float())
-        self.register_buffer("without_output", (of_output == 0)[:, None, None, None])
+        self.register_buffer("without_output", (table.x0[:, 1] == 0)[:, None, None, None])
         self.register_buffer("level", level.float())
 
     def forward(

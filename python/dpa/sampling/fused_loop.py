@@ -216,7 +216,8 @@ class LoopGraph:
         self._body = body  # keeps the memory that the kernels read
         self._reads: Sequence[Tensor] = getattr(body, "reads", ())
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            self.inputs = {name: _static(value) for name, value in inputs.items()}
+            kept = torch.contiguous_format
+            self.inputs = {n: v.clone(memory_format=kept) for n, v in in_float32(inputs).items()}
             with no_autocast_cache():
                 # Another's network may use random numbers, or differentiate in other threads.
                 graphs, outputs = captured(
@@ -256,11 +257,6 @@ class LoopGraph:
         self._done.record(torch.cuda.current_stream(device))
         self._last = stream
         return result
-
-
-def _static(value: Tensor) -> Tensor:
-    dtype = torch.float32 if value.is_floating_point() else value.dtype
-    return torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)
 
 
 def _body(
@@ -352,7 +348,6 @@ class Window:
         if not self._one:
             return timesteps[:, None]
         cond = inputs.get("global_cond")
-        cond = None if cond is None else cond.float()
         if self._layers is None:
             return self.packed.film(timesteps, cond)
         rows, (self._observed,) = self._layers.film(timesteps, cond)
@@ -367,6 +362,6 @@ class Window:
             return self.packed.on_film(sample.float(), steps).to(sample.dtype)
         cond, local = inputs.get("global_cond"), inputs.get("local_cond")
         if cond is not None:  # it serves every timestep
-            cond = cond.float().repeat(len(steps), 1)
+            cond = cond.repeat(len(steps), 1)
         timesteps = steps.expand(-1, len(sample) // len(steps)).flatten()
         return self.packed(sample.float(), timesteps, cond, local).to(sample.dtype)

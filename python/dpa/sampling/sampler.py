@@ -294,9 +294,9 @@ class DiffusionSampler:
         packed = self._packing.find(self, call)
         sweeps = None if self.parallel is None else self._sweeps(self.parallel, call)
         if packed is not None:
-            run = functools.partial(fused_loop.run, packed, self._graphs, call)
             with saying_what_takes_long(device):
-                result, again = run(capture=self.cuda_graph, sweeps=sweeps)
+                run = packed, self._graphs, call, self.cuda_graph, sweeps
+                result, again = fused_loop.run(*run)
             kind = fused_loop.kind_of(given, batch_size, generator, way)
             repeats = again is not None and kind is not None and result.dtype == call.dtype
             placed = packed.weights.placement

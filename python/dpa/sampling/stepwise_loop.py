@@ -152,6 +152,6 @@ def run(
     """
     rest, sample, random = split(inputs, table)
     predict = layers.ahead(table.timesteps[:, None].expand(-1, len(sample)), _conditions(rest))
-    numbers = random.__getitem__ if draw is None else draw
+    draw = draw or (lambda step: random[step])
     held = Inpainting.of(rest, inpainting, table)
-    return loop(sample, table, predict, numbers, held, generator)
+    return loop(sample, table, predict, draw, held, generator)
