@@ -194,9 +194,10 @@ def _of_lerobot(source: Source, path: Path, device: torch.device) -> Encoder:
     names = [*config.image_features, *(n for n in names if n in config.input_features)]
     affines = normalisations_of_lerobot(source.loaded, path, config.input_features)
     require(config.image_features, "checkpoint", _IMAGES, "none")
+    shapes = {name: tuple(config.input_features[name].shape) for name in names}
     observed = [
-        Observed(name, _shape(config.input_features[name], config.n_obs_steps), affines[name])
-        for name in names
+        Observed(name, _shape(shape, config.n_obs_steps, len(shape) == 3), affines[name])
+        for name, shape in shapes.items()
     ]
 
     def encode(given: dict[str, Tensor]) -> Tensor:
@@ -224,10 +225,9 @@ def _of_diffusion_policy(source: Source, trusted: bool) -> Encoder:
     )
     frames, affines, observed = config["n_obs_steps"], normalizer_of(rest), []
     for name, feature in features.items():
-        shape = tuple(feature["shape"])
-        shape = (*shape[1:], shape[0]) if feature.get("type") == "rgb" else shape
         require(name in affines, "checkpoint", f"have a normalizer of {name}", "none")
-        observed.append(Observed(name, (frames, *shape), affines[name]))
+        shape = _shape(tuple(feature["shape"]), frames, feature.get("type") == "rgb")
+        observed.append(Observed(name, shape, affines[name]))
 
     def encode(given: dict[str, Tensor]) -> Tensor:
         batch = next(iter(given.values())).shape[0]
@@ -253,6 +253,5 @@ def _made(config: Any) -> Any:
     return kind(**values)
 
 
-def _shape(feature: Any, frames: int) -> tuple[int, ...]:
-    shape = tuple(feature.shape)
-    return (frames, *shape[1:], shape[0]) if len(shape) == 3 else (frames, *shape)
+def _shape(shape: tuple[int, ...], frames: int, is_image: bool) -> tuple[int, ...]:
+    return (frames, *shape[1:], shape[0]) if is_image else (frames, *shape)

@@ -69,9 +69,7 @@ def make(
     require(alone, "part", "be loop with --images", choice.part)
     report("packing")
     device = _device(choice.device)
-    encoder = None
-    if choice.images:
-        encoder = encoder_of(source, checkpoint, device, choice.trusted)
+    encoder = encoder_of(source, checkpoint, device, choice.trusted) if choice.images else None
     around = source.around if encoder is None else Around(action=source.around.action)
     width, rule = source.unet.local_cond_dim, "have no local_cond to be exported"
     require(not width, "U-Net", rule, f"a width of {width}")

@@ -431,8 +431,7 @@ class PackedUnet:
         free = not several and packed is self._packed
         layers = self.in_layers(initial) if free else None
         if several or layers is not None:
-            given = timesteps, global_cond
-            film, conds = (None, None) if layers is None else layers.film(*given)
+            film, conds = (None, None) if layers is None else layers.film(timesteps, global_cond)
 
             def predict(sample: Tensor, step: int) -> Tensor:
                 if layers is not None:

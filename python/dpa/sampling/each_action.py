@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,13 @@ class EachActionSampler:
         def body(inputs: Inputs) -> Tensor:
             inputs = {n: v.to(wide) if v.is_floating_point() else v for n, v in inputs.items()}
             sample, timesteps = inputs["noise"], inputs["timestep"]
-            predict, held = self._predictor(inputs), Inpainting.of(inputs, "sample", rows)
+            held = Inpainting.of(inputs, "sample", rows)
+            conditions = {n: inputs[n] for n in ("global_cond", "local_cond") if n in inputs}
+            if self.packed is None:
+                layers = Layers(self.unet, next(self.unet.parameters()).dtype, {})
+                predict = functools.partial(layers.predict, conditions=layers.cast(conditions))
+            else:
+                predict = functools.partial(self.packed, global_cond=inputs.get("global_cond"))
             for step in range(self.table.count):
                 sample = sample if held is None else held.sample(step, sample)
                 output = predict(sample, timesteps).flatten(0, 1)
@@ -94,10 +100,3 @@ class EachActionSampler:
             return sample if held is None else held.last(sample)
 
         return body
-
-    def _predictor(self, inputs: Inputs) -> Callable[[Tensor, Tensor], Tensor]:
-        if self.packed is not None:
-            return functools.partial(self.packed, global_cond=inputs.get("global_cond"))
-        layers = Layers(self.unet, next(self.unet.parameters()).dtype, {})
-        conditions = {n: inputs[n] for n in ("global_cond", "local_cond") if n in inputs}
-        return functools.partial(layers.predict, conditions=layers.cast(conditions))

@@ -48,8 +48,7 @@ class Packing:
             if reason is not None:
                 check(False, "fused", *reason)
             packed = sampler.packed = _packed(sampler, unet, call)
-            tracker = packed.network.tracker
-            if fused and not tracker.unchanged():
+            if fused and not packed.network.tracker.unchanged():
                 packed.repack()  # or an error that says what was altered
             why = packed.network.tracker.no_one_op()
             check(not fused or why is None, "fused", f"be left out for this network: {why}", True)

@@ -295,8 +295,7 @@ class DiffusionSampler:
         sweeps = None if self.parallel is None else self._sweeps(self.parallel, call)
         if packed is not None:
             with saying_what_takes_long(device):
-                run = packed, self._graphs, call, self.cuda_graph, sweeps
-                result, again = fused_loop.run(*run)
+                result, again = fused_loop.run(packed, self._graphs, call, self.cuda_graph, sweeps)
             kind = fused_loop.kind_of(given, batch_size, generator, way)
             repeats = again is not None and kind is not None and result.dtype == call.dtype
             placed = packed.weights.placement

@@ -265,7 +265,11 @@ class Chain:
         options = {} if self._noise is None else {"generator": self._noise}
         before = None if self._noise is None else self._noise.get_state()
         result = self.live.step(output[None], timestep, sample[None], **options)
-        out, seen = result.prev_sample[0], self._shown(result)
+        out = result.prev_sample[0]
+        # What the scheduler shows of what it keeps: it is the x0 of most.
+        seen = getattr(result, "pred_original_sample", None)
+        if hasattr(self.live, "model_outputs"):
+            seen = self.live.model_outputs[-1]
         # Noise of any weight but zero is none of the columns below.
         draws_noise = before is not None and not torch.equal(before, self._noise.get_state())
         self.draws_noise.append(draws_noise)
@@ -304,9 +308,3 @@ class Chain:
         scale = float((scaled / sample)[0])
         step.check_close("input", scaled / self._SIZES, scale * sample / self._SIZES)
         return scale
-
-    def _shown(self, result: Any) -> Tensor | None:
-        """Return what the scheduler shows of what it keeps: it is the x0 of most."""
-        if hasattr(self.live, "model_outputs"):
-            return self.live.model_outputs[-1]
-        return getattr(result, "pred_original_sample", None)
