@@ -85,7 +85,7 @@ class PackedUnet:
 
     def __reduce__(self) -> tuple[Callable[..., PackedUnet], tuple[nn.Module, torch.dtype]]:
         """Leave out what is made again from the network: a copy has its own."""
-        return functools.partial(PackedUnet, weights=self._mode), (self.unet, self.dtype)
+        return functools.partial(type(self), weights=self._mode), (self.unet, self.dtype)
 
     def _read(self, network: Network | None = None) -> None:
         self.network = network or recognise(self.unet)
@@ -440,8 +440,8 @@ class PackedUnet:
                 steps = timesteps[step].expand(len(sample))
                 return self._forward(sample, steps, global_cond, None, packed)
 
-            draws = (noise is not None,) * len(timesteps)
-            table, held = StepTable(timesteps, coefficients, clip, draws), None
+            noisy = (noise is not None,) * len(timesteps)
+            table, held = StepTable(timesteps, coefficients, clip, noisy), None
             if condition_data is not None:
                 held = Inpainting(condition_data, condition_mask, "sample", table)
             return loop(initial, table, predict, lambda step: noise[step], held)

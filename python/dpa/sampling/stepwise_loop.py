@@ -69,8 +69,8 @@ def _values(unet: nn.Module) -> list[Tensor]:
 class Layers:
     """A network that is called in a dtype, for one state of a loop or for a window of them.
 
-    ``global_cond`` is None where there is none, the network takes one, and has no conditions of
-    ``others``' names.
+    Where there is no ``global_cond``, a network that takes one is given None, but for a network
+    with ``others``: conditions of further names.
     """
 
     def __init__(
