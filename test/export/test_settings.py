@@ -15,7 +15,7 @@ from lerobot_names import lerobot_name
 import dpa
 from dpa.checkpoints.loading import CheckpointError
 from dpa.export import settings as known
-from dpa.export.checkpoint import read
+from dpa.export.checkpoint import read, whole_policy_config
 from dpa.export.schedulers import make_scheduler
 from dpa.schedulers.conversion import from_diffusers
 
@@ -101,6 +101,30 @@ def test_policies_of_diffusion_policy(weights, policy):
         path = Path(folder) / "a.ckpt"
         torch.save({"cfg": {"policy": policy}, "state_dict": state}, path)
         check(path, policy if isinstance(policy, dict) else {}, known.DIFFUSION_POLICY, "policy")
+
+
+def test_a_configuration_of_omegaconf(weights, tmp_path):
+    """As diffusion_policy pickles it: references, and expressions that its workspaces compute."""
+    omega = pytest.importorskip("omegaconf").OmegaConf
+    policy = {
+        "noise_scheduler": {"_target_": "diffusers.DDIMScheduler", "num_train_timesteps": 50},
+        "horizon": "${horizon}",
+        "n_action_steps": "${eval:'${n_action_steps}+${n_latency_steps}'}",
+        "n_obs_steps": "${n_obs_steps}",
+        "pred_action_steps_only": True,
+        "obs_encoder": {"shape_meta": "${task.shape_meta}"},
+    }
+    sizes = {"horizon": 16, "n_action_steps": 6, "n_latency_steps": 2, "n_obs_steps": 3}
+    task = {"task": {"shape_meta": {"action": [2]}}, "output": "${now:%Y}"}
+    cfg = omega.create({"policy": policy} | sizes | task)
+    state = {f"model.{name}": value for name, value in weights.items()}
+    torch.save({"cfg": cfg, "state_dicts": {"ema_model": state}}, tmp_path / "a.ckpt")
+    source = read(tmp_path / "a.ckpt", trust_pickle=True)
+    assert source.horizon == 8 and source.scheduler["_class_name"] == "DDIMScheduler"
+    assert source.scheduler["num_train_timesteps"] == 50
+    whole = whole_policy_config(source.loaded.config["cfg"])
+    assert whole["obs_encoder"]["shape_meta"] == {"action": [2]} and whole["n_obs_steps"] == 3
+    assert not omega.has_resolver("eval")
 
 
 @CALM

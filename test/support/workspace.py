@@ -74,6 +74,7 @@ def workspace_class(monkeypatch):
     if importlib.util.find_spec("diffusion_policy") is None:
         return None
     missing = {root for root in ROOTS if importlib.util.find_spec(root) is None}
+    missing.add("omegaconf")  # which takes no configuration but its own
     for module in _replacements():
         if module.__name__.partition(".")[0] in missing:
             module.__spec__ = ModuleSpec(module.__name__, None)  # others look for it

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -344,27 +346,53 @@ def normalizer_of(rest: Mapping[str, Tensor]) -> dict[str, Affine]:
 
 def whole_policy_config(cfg: Any) -> dict[str, Any]:
     """Return all of diffusion_policy's ``cfg.policy`` as plain values, references resolved."""
-    if isinstance(cfg, Mapping):
+    if not _is_omegaconf(cfg):
         return dict(cfg.get("policy") or {})
-    from omegaconf import OmegaConf
-
-    policy = OmegaConf.select(cfg, "policy")
-    return OmegaConf.to_container(policy, resolve=True) if policy is not None else {}
+    with _expressions() as omega:
+        policy = omega.select(cfg, "policy")
+        return omega.to_container(policy, resolve=True) if policy is not None else {}
 
 
 def _plain(cfg: Any) -> dict[str, Any]:
-    """Return an omegaconf configuration's policy as plain values, those that are read resolved."""
-    if isinstance(cfg, Mapping):
+    """Return a configuration's values: of one of omegaconf's those that are read, resolved."""
+    if not _is_omegaconf(cfg):
         return dict(cfg)
+    with _expressions() as omega:
+        policy = omega.select(cfg, "policy")
+        plain: dict[Any, Any] = omega.to_container(policy) if omega.is_config(policy) else {}
+        for name in settings.RESOLVED & set(plain):
+            value = omega.select(cfg, f"policy.{name}")
+            plain[name] = (
+                omega.to_container(value, resolve=True) if omega.is_config(value) else value
+            )
+        names = ("horizon", "n_action_steps", "n_obs_steps")
+        outside = {name: omega.select(cfg, name) for name in names if name in cfg}
+    return {"policy": plain} | outside
+
+
+def _is_omegaconf(cfg: Any) -> bool:
+    return type(cfg).__module__.partition(".")[0] == "omegaconf"  # whose dicts are mappings too
+
+
+@contextlib.contextmanager
+def _expressions() -> Iterator[Any]:
+    """Give omegaconf's class, for which ``${eval:...}`` has a meaning meanwhile.
+
+    diffusion_policy's workspaces register that where they are imported. Whoever may read such a
+    configuration trusts the file: it was pickled.
+    """
     from omegaconf import OmegaConf
 
-    policy = OmegaConf.select(cfg, "policy")
-    plain: dict[Any, Any] = OmegaConf.to_container(policy) if OmegaConf.is_config(policy) else {}
-    for name in settings.RESOLVED & set(plain):
-        value = OmegaConf.select(cfg, f"policy.{name}")
-        is_config = OmegaConf.is_config(value)
-        plain[name] = OmegaConf.to_container(value, resolve=True) if is_config else value
-    return {"policy": plain}
+    unknown = not OmegaConf.has_resolver("eval")
+    if unknown:
+        with warnings.catch_warnings():  # of the name, which newer releases shorten
+            warnings.simplefilter("ignore")
+            getattr(OmegaConf, "register_new_resolver", OmegaConf.register_resolver)("eval", eval)
+    try:
+        yield OmegaConf
+    finally:
+        if unknown:
+            OmegaConf.clear_resolver("eval")
 
 
 def _concatenated(parts: list[Affine], repeats: int) -> Affine:
