@@ -52,7 +52,7 @@ def _alike(graph: fx.Graph, first: fx.Node, second: fx.Node) -> Pairs:
         if node in pairs or known is None or node.target not in (*_POINTWISE, *_ALONG):
             continue
         others = [n for n in inputs if n not in pairs]
-        if node.target in _ALONG and others:
+        if node.target in _ALONG and (others or node.kwargs):
             continue
         if any(n in pairs.values() or n.meta["val"].dim() > rank for n in others):
             continue
@@ -82,7 +82,8 @@ def _join(graph: fx.Graph, reached: set[fx.Node], base: fx.Node, place: int, pai
             args = fx.map_arg(first.args, lambda node: joined.get(node, node))
             if first.target in _ALONG:
                 args = (args[0], _further(args[1:2]), *args[2:])
-            joined[first] = add_node(graph, first.target, args, first, reached)
+            # Numbers go by name: `alpha` of add, `value` of addcmul.
+            joined[first] = add_node(graph, first.target, args, first, reached, **first.kwargs)
         for first, node in list(joined.items())[1:]:
             for number, one in enumerate((first, pairs[first])):
                 if one.users.keys() - both:
