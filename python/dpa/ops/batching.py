@@ -26,29 +26,40 @@ _Op = Callable[..., Any]
 
 
 def _arithmetic(input: Tensor, stride: int) -> torch.dtype:
-    """As in ops/conv1d/formula.cpp, where the reason is."""
-    wide = input.device.type == "cpu" and input.dtype == torch.bfloat16 and stride > 1
-    return torch.float32 if wide else input.dtype
+    """As in ops/conv1d/formula.cpp and ops/conv2d/formula.cpp, where the reasons are."""
+    wide = input.dim() == 4 or (input.dtype == torch.bfloat16 and stride > 1)
+    on_cpu = input.device.type == "cpu"
+    return torch.promote_types(input.dtype, torch.float32) if wide and on_cpu else input.dtype
+
+
+def _sizes(n: int, input: Tensor, stride: int, padding: int, transposed: bool) -> tuple[Any, ...]:
+    """What ATen's convolutions take behind their tensors."""
+    each = lambda size: [size] * (input.dim() - 2)  # noqa: E731
+    return each(stride), each(padding), each(1), transposed, each(0), n
 
 
 # The ops on the channels of n examples, side by side, each with parameters of its own.
 
 
-def _conv1d(n, input, weight, bias=None, stride=1, padding=0, transposed=False):
+def _convolution(n, input, weight, bias=None, stride=1, padding=0, transposed=False):
     dtype = _arithmetic(input, stride)
     rounded = lambda t: None if t is None else t.to(input.dtype).to(dtype)  # noqa: E731
-    convolve = F.conv_transpose1d if transposed else F.conv1d
     given = input.to(dtype), rounded(weight), rounded(bias)
-    return convolve(*given, stride=stride, padding=padding, groups=n).to(input.dtype)
+    return torch.convolution(*given, *_sizes(n, input, stride, padding, transposed)).to(input.dtype)
 
 
-def _conv1d_backward(n, grad, input, weight, bias, packed, stride, padding, transposed, mask):
+def _convolution_backward(n, grad, input, weight, bias, packed, stride, padding, transposed, mask):
     dtype = _arithmetic(input, stride)
     given = grad.to(dtype), input.to(dtype), weight.to(input.dtype).to(dtype)
-    sizes = [grad.shape[1]], [stride], [padding], [1]
-    grads = torch.ops.aten.convolution_backward(*given, *sizes, transposed, [0], n, mask)
+    sizes = [grad.shape[1]], *_sizes(n, input, stride, padding, transposed)
+    grads = torch.ops.aten.convolution_backward(*given, *sizes, mask)
     types = input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
     return tuple(g if g is None else g.to(t) for g, t in zip(grads, types, strict=True))
+
+
+def _conv2d_backward(n, grad, input, weight, stride, padding, mask):
+    sizes = stride, padding, False, [*mask, False]
+    return _convolution_backward(n, grad, input, weight, None, None, *sizes)[:2]
 
 
 def _by_groups(name, at):
@@ -57,7 +68,7 @@ def _by_groups(name, at):
 
 
 def _conv1d_gnm(n, input, conv_weight, conv_bias, gn_weight, gn_bias, num_groups, *rest):
-    x = _conv1d(n, input, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
+    x = _convolution(n, input, conv_weight, conv_bias, padding=conv_weight.shape[2] // 2)
     return torch.ops.dpa.group_norm_mish(x, n * num_groups, gn_weight, gn_bias, *rest)
 
 
@@ -73,28 +84,6 @@ def _conv2d_norm_act(n, input, weight, bias=None, scale=None, shift=None, residu
         x = x if values is None else join(x, values.to(x.dtype)[:, None, None])
     x = x if residual is None else x + residual
     return (x.relu() if relu else x).to(input.dtype)
-
-
-def _accumulating(input: Tensor) -> torch.dtype:
-    """As in ops/conv2d/formula.cpp."""
-    wide = torch.promote_types(input.dtype, torch.float32)
-    return wide if input.device.type == "cpu" else input.dtype
-
-
-def _conv2d(n, input, weight, stride=1, padding=0):
-    dtype = _accumulating(input)
-    given = input.to(dtype), weight.to(input.dtype).to(dtype)
-    return F.conv2d(*given, stride=stride, padding=padding, groups=n).to(input.dtype)
-
-
-def _conv2d_backward(n, grad, input, weight, stride, padding, mask):
-    dtype = _accumulating(input)
-    given = grad.to(dtype), input.to(dtype), weight.to(input.dtype).to(dtype)
-    sizes = None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], n, [*mask, False]
-    grads = torch.ops.aten.convolution_backward(*given, *sizes)
-    types = input.dtype, weight.dtype
-    wanted = zip(grads[:2], types, mask, strict=True)
-    return tuple(g.to(t) if want else None for g, t, want in wanted)
 
 
 def _apart(n: int, tensors: Sequence[Tensor | None], at: int = 0) -> Tensor:
@@ -153,14 +142,14 @@ _RULES: dict[str, tuple[str, str] | tuple[str, str, _Op]] = {
     "batch_norm_act": ("bcc-b-", "b"),
     "batch_norm_act_forward": ("bcc-b-", "bcc"),
     "batch_norm_act_backward": ("bbcccc-b--", "bccb"),
-    "conv2d": ("sc--", "s", _conv2d),
+    "conv2d": ("sc--", "s", lambda n, x, w, *sizes: _convolution(n, x, w, None, *sizes)),
     "conv2d_backward": ("ssc---", "sc", _conv2d_backward),
     "max_pool2d": ("s---", "s"),
     "max_pool2d_forward": ("s---", "ss"),
     "max_pool2d_backward": ("sss---", "s"),
-    "conv1d": ("scc---", "s", _conv1d),
-    "conv1d_forward": ("scc---", "s-", lambda *x: (_conv1d(*x), x[1].new_empty(0))),
-    "conv1d_backward": ("ssccc----", "scc", _conv1d_backward),
+    "conv1d": ("scc---", "s", _convolution),
+    "conv1d_forward": ("scc---", "s-", lambda *x: (_convolution(*x), x[1].new_empty(0))),
+    "conv1d_backward": ("ssccc----", "scc", _convolution_backward),
     "conv1d_gnm": ("scccc--sss", "s", _conv1d_gnm),
     "conv2d_norm_act": ("sccccs-----", "s", _conv2d_norm_act),
     "spatial_softmax": ("sc", "s"),
