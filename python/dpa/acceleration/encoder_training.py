@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpa.nn.image_encoder import backbone_of
 from dpa.tracking.replacing import class_of, replace_method
-from dpa.training.channels_last import ChannelsLast, in_order_of, value_of
+from dpa.training.channels_last import ChannelsLast, value_of
 from dpa.training.graphed_calls import GraphedForward, ungraph_calls
 
 
@@ -64,7 +64,7 @@ class GraphedEncoder(GraphedForward):
         weights = [m.weight for m in self.module.modules() if isinstance(m, nn.Conv2d)]
         with ChannelsLast(weights):
             out = value_of(super().original(*args, **kwargs))
-        return in_order_of(out, dtype) if isinstance(out, Tensor) else out
+        return out.to(dtype).contiguous() if isinstance(out, Tensor) else out
 
 
 def _gains(images: Tensor) -> bool:

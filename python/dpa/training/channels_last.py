@@ -9,6 +9,7 @@ end, all together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,18 +53,44 @@ class ChannelsLast(TorchFunctionMode):
             return self._convolutions(*args, **kwargs)
         if args and _is_for_us(args[0]):
             if func is F.group_norm:
-                return self._later(_group_norm(*args, **kwargs))
+                return self._later(args[0], partial(torch.ops.dpa.group_norm_act, *args, **kwargs))
             if func is F.batch_norm:
-                return self._later(_batch_norm(self._running, *args, **kwargs))
+                return self._batch_norm(*args, **kwargs)
             if func is F.max_pool2d:
                 return _max_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _later(self, out: Any) -> Any:
-        """Note a norm that waits."""
-        if isinstance(out, _Norm):
-            self._waiting.append(out)
-        return out
+    def _later(self, x: Tensor, run: Callable[..., Tensor]) -> _Norm:
+        """Return a norm that waits."""
+        self._waiting.append(_Norm(x, run))
+        return self._waiting[-1]
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        count = x.numel() // max(x.shape[1], 1)
+        if not training or count <= 1:  # which PyTorch refuses
+            given = x, running_mean, running_var, weight, bias, training, momentum, eps
+            return F.batch_norm(*given)
+
+        def run(residual: Tensor | None, relu: bool) -> Tensor:
+            op = torch.ops.dpa.batch_norm_act_forward
+            out, mean, var = op(x, weight, bias, eps, residual, relu)
+            if running_mean is not None:
+                self._running.add(running_mean, mean, 1.0, momentum)
+            if running_var is not None:
+                self._running.add(running_var, var, count / (count - 1), momentum)
+            return out
+
+        return self._later(x, run)
 
     def __exit__(self, *error: Any) -> None:
         """Leave it; running statistics are those of before where an error was raised."""
@@ -100,74 +127,25 @@ def _is_for_us(x: Any) -> bool:
     )
 
 
-def in_order_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of an output as a network without this mode gives them."""
-    return x.to(dtype).contiguous()
-
-
 class _Running:
     """Running statistics of BatchNorms, and what they are to move towards."""
 
     def __init__(self) -> None:
-        # By momentum: those, the batch's, and by how much they are more.
-        self._moves: dict[float, tuple[list[Tensor], list[Tensor], list[float]]] = {}
-        self._seen: set[int] = set()
+        self._moves: list[tuple[Tensor, Tensor, float, float]] = []
 
     def add(self, running: Tensor, new: Tensor, factor: float, momentum: float) -> None:
         """Let ``running`` move by ``momentum`` towards ``factor`` times ``new``."""
-        if id(running) in self._seen:  # a module that is called twice
+        if any(running is moved for moved, *_ in self._moves):  # a module that is called twice
             self.update()
-        self._seen.add(id(running))
-        move = running, new.to(running.dtype), factor
-        for values, value in zip(self._moves.setdefault(momentum, ([], [], [])), move, strict=True):
-            values.append(value)
+        self._moves.append((running, new.to(running.dtype), factor, momentum))
 
     def update(self) -> None:
         """Move them all."""
-        with torch.no_grad(), _own_calls():
-            for momentum, (olds, news, factors) in self._moves.items():
-                torch._foreach_lerp_(olds, torch._foreach_mul(news, factors), momentum)
+        if self._moves:
+            olds, news, factors, momenta = zip(*self._moves, strict=True)
+            with torch.no_grad(), _own_calls():
+                torch._foreach_lerp_(olds, torch._foreach_mul(news, factors), momenta)
         self._moves.clear()
-        self._seen.clear()
-
-
-def _group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> _Norm:
-    op = torch.ops.dpa.group_norm_act
-    return _Norm(x, lambda *end: op(x, num_groups, weight, bias, eps, *end))
-
-
-def _batch_norm(
-    running: _Running,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    count = x.numel() // max(x.shape[1], 1)
-    if not training or count <= 1:  # which PyTorch refuses
-        given = x, running_mean, running_var, weight, bias, training, momentum, eps
-        return F.batch_norm(*given)
-
-    def run(residual: Tensor | None, relu: bool) -> Tensor:
-        op = torch.ops.dpa.batch_norm_act_forward
-        out, mean, var = op(x, weight, bias, eps, residual, relu)
-        if running_mean is not None:
-            running.add(running_mean, mean, 1.0, momentum)
-        if running_var is not None:
-            running.add(running_var, var, count / (count - 1), momentum)
-        return out
-
-    return _Norm(x, run)
 
 
 def _max_pool2d(
@@ -190,7 +168,7 @@ def _max_pool2d(
 class _Norm:
     """What a norm of ``x`` returns: it runs, given residual and ReLU, when something wants it."""
 
-    def __init__(self, x: Tensor, run: Callable[[Tensor | None, bool], Tensor]):
+    def __init__(self, x: Tensor, run: Callable[..., Tensor]):
         self._x, self._of = x, run
         self._residual: Tensor | None = None
         self._value: Tensor | None = None
@@ -202,7 +180,7 @@ class _Norm:
 
     def _run(self, relu: bool) -> Tensor:
         with _own_calls(), torch.autocast(self._x.device.type, enabled=False):
-            return self._of(self._residual, relu)
+            return self._of(residual=self._residual, relu=relu)
 
     def value(self) -> Tensor:
         """Its values, as a tensor."""

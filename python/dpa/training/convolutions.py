@@ -58,8 +58,10 @@ class Convolutions:
     def _copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight channels-last in a dtype."""
         group = self._known.get(id(weight))
+        if group is None and not weight.is_contiguous():  # its gradient is to have its order
+            return weight.to(dtype=dtype, memory_format=_LAST)
         if group is None:
-            return _Weight.apply(weight, dtype)
+            return _Weights.apply(self._beside, dtype, weight)[0]
         key = id(weight), dtype
         if key not in self._made:
             for one, copy in zip(group, _Weights.apply(self._beside, dtype, *group), strict=True):
@@ -141,19 +143,6 @@ class _Weights(torch.autograd.Function):
         given = [g for g in grads if g is not None]
         copies = iter(torch.ops.dpa.weights_in_order(given, ctx.dtype, False) if given else ())
         return None, None, *(None if g is None else next(copies) for g in grads)
-
-
-class _Weight(torch.autograd.Function):
-    """A weight channels-last in a dtype, and its gradient as the weight is, by one copy each."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.like = weight
-        return weight.to(dtype=dtype, memory_format=_LAST, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(ctx.like).copy_(grad), None
 
 
 def _sizes(
