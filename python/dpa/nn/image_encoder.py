@@ -220,15 +220,11 @@ def _parts(module: nn.Module, variant: EncoderVariant) -> Iterator[Layer | nn.Mo
         yield _preparation(*prepares)
     for name in variant.parts:
         if name == "(flatten)":
-            yield _flatten
+            yield nn.Flatten()
         elif name not in ("resize", "center_crop"):
             part = getattr(module, name, None)
             if part is not None:
                 yield from _read(part)
-
-
-def _flatten(x: Tensor) -> Tensor:
-    return x.flatten(1)
 
 
 def _read(module: nn.Module) -> Iterator[Layer | nn.Module]:

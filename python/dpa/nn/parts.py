@@ -23,24 +23,6 @@ class NoBlock(nn.Module):
         return x
 
 
-class _Embedding(nn.Sequential):
-    """A network's own layers from timesteps to their embedding, in whatever dtype these have."""
-
-    def forward(self, timestep: Tensor) -> Tensor:
-        weight = next(self.parameters(), None)
-        if weight is None or weight.dtype not in (torch.float16, torch.bfloat16):
-            return super().forward(timestep)
-        with torch.autocast(weight.device.type, weight.dtype):  # sines are float32
-            return super().forward(timestep).to(weight.dtype)
-
-
-class _Film(nn.Sequential):
-    """A block's own layers from the conditioning vector to FiLM's parameters, (B, R)."""
-
-    def forward(self, cond: Tensor) -> Tensor:
-        return super().forward(cond).flatten(1)
-
-
 class _Followed(nn.Module):
     """A residual block, and a layer behind it."""
 
@@ -76,9 +58,10 @@ def place(unet: ConditionalUnet1D, path: str, part: nn.Module) -> None:
     of a down or up level, or the first in the middle.
     """
     if path == ENCODER:
-        unet.diffusion_step_encoder = _Embedding(part)
+        unet.diffusion_step_encoder = nn.Sequential(part)
     elif path.endswith(FILM):
-        unet.get_submodule(path.removesuffix(FILM)).cond_encoder = _Film(part)
+        film = nn.Sequential(part, nn.Flatten())  # (B, R)
+        unet.get_submodule(path.removesuffix(FILM)).cond_encoder = film
     else:
         blocks = unet.get_submodule(path.removesuffix(ATTENTION))
         last = 0 if blocks is unet.mid_modules else 1
@@ -96,8 +79,8 @@ def film_rows(unet: ConditionalUnet1D, timesteps: Tensor, global_cond: Tensor | 
     levels = (*unet.down_modules, unet.mid_modules, *unet.up_modules)
     blocks = [getattr(block, "block", block) for level in levels for block in level[:2]]
     films = [getattr(block, "cond_encoder", None) for block in blocks]
-    if all(type(film) is nn.Sequential for film in films):
-        weights, biases = zip(*((film[1].weight, film[1].bias) for film in films), strict=True)
+    if all(film is not None and type(film[-1]) is nn.Linear for film in films):
+        weights, biases = zip(*((film[-1].weight, film[-1].bias) for film in films), strict=True)
         return torch.ops.dpa.joint_linear(cond, weights, biases, mish=True)
     return torch.cat(
         [
