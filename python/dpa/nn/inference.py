@@ -113,27 +113,24 @@ class _Pack:
     def current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
         # Of threads on streams of their own each waits for what another has begun to pack.
         with self._lock:
-            return self._current(parameters, weights)
-
-    def _current(self, parameters: list[Tensor], weights: list[Tensor]) -> Tensor:
-        versions = stamp_of(weights)
-        fresh = self._packed is not None and versions == self._versions
-        fixed = getattr(_promise, "given", False)
-        if torch.cuda.is_current_stream_capturing():
-            if fixed and fresh:
-                return self._packed
-            return torch.ops.dpa.unet1d_batch_pack(parameters, self._config, self._dtype)
-        stream = torch.cuda.current_stream(weights[0].device)
-        if fresh and stream != self._stream:
-            stream.wait_event(self._ready)
-            self._packed.record_stream(stream)
-            self._seen.record_stream(stream)
-        if not (fresh and fixed):
-            with torch.inference_mode(False), torch.no_grad():
-                self._follow(parameters, len(weights), fresh)
-            self._versions = versions
-        self._stream, self._ready = stream, stream.record_event()
-        return self._packed
+            versions = stamp_of(weights)
+            fresh = self._packed is not None and versions == self._versions
+            fixed = getattr(_promise, "given", False)
+            if torch.cuda.is_current_stream_capturing():
+                if fixed and fresh:
+                    return self._packed
+                return torch.ops.dpa.unet1d_batch_pack(parameters, self._config, self._dtype)
+            stream = torch.cuda.current_stream(weights[0].device)
+            if fresh and stream != self._stream:
+                stream.wait_event(self._ready)
+                self._packed.record_stream(stream)
+                self._seen.record_stream(stream)
+            if not (fresh and fixed):
+                with torch.inference_mode(False), torch.no_grad():
+                    self._follow(parameters, len(weights), fresh)
+                self._versions = versions
+            self._stream, self._ready = stream, stream.record_event()
+            return self._packed
 
     def _follow(self, parameters: list[Tensor], count: int, fresh: bool) -> None:
         """Pack what has changed: all, unless ``fresh``, which misses writes through ``data``."""

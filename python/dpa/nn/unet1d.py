@@ -33,13 +33,6 @@ from dpa.nn.blocks1d import (
 from dpa.nn.plain import PlainLayers, is_changed, scriptable, sequential
 
 _MAX_LEVELS = 5  # of the network as one op
-
-
-def _next_film(film: list[Tensor], parts: int) -> tuple[Tensor | None, Tensor]:
-    """Take a block's scale and shift off the end of a list."""
-    return (film.pop() if parts == 2 else None), film.pop()
-
-
 _FILM_LAYERS = PlainLayers(sequential("cond_encoder", nn.Mish, nn.Linear), ["cond_encoder.1"])
 _TIME_LAYERS = PlainLayers(
     sequential("diffusion_step_encoder", SinusoidalPosEmb, nn.Linear, nn.Mish, nn.Linear),
@@ -161,11 +154,11 @@ class ConditionalUnet1D(nn.Module):
         x = sample.transpose(1, 2)
         if not fast:
             x = x.contiguous()
-        film: list[Tensor] = []
+        film: list[tuple[Tensor | None, Tensor]] = []
         if not torch.jit.is_scripting() and fast:
             film = self._film(cond, global_cond)
         # Without it blocks are called as the original's, for they may be the user's own.
-        alone, parts = len(film) == 0, self.film_parts
+        alone = len(film) == 0
         if global_cond is not None and (alone or self.local_cond_encoder is not None):
             cond = torch.cat([cond, global_cond], dim=-1)
         local: Tensor | None = None
@@ -174,21 +167,21 @@ class ConditionalUnet1D(nn.Module):
             local = self.local_cond_encoder[0](local_cond.transpose(1, 2), cond)
         skips: list[Tensor] = []
         for level in self.down_modules:
-            x = level[0](x, cond) if alone else level[0](x, cond, *_next_film(film, parts))
+            x = level[0](x, cond) if alone else level[0](x, cond, *film.pop())
             if local is not None:
                 x = x + local
                 local = None
-            x = level[1](x, cond) if alone else level[1](x, cond, *_next_film(film, parts))
+            x = level[1](x, cond) if alone else level[1](x, cond, *film.pop())
             skips.append(x)
             x = level[2](x)
         for block in self.mid_modules:
-            x = block(x, cond) if alone else block(x, cond, *_next_film(film, parts))
+            x = block(x, cond) if alone else block(x, cond, *film.pop())
         for level in self.up_modules:
             if alone:
                 x = level[0](join(x, skips.pop()), cond)
             else:
-                x = level[0](x, cond, *_next_film(film, parts), skips.pop())
-            x = level[1](x, cond) if alone else level[1](x, cond, *_next_film(film, parts))
+                x = level[0](x, cond, *film.pop(), skips.pop())
+            x = level[1](x, cond) if alone else level[1](x, cond, *film.pop())
             x = level[2](x)
         x = self.final_conv(x)
         if ahead:
@@ -212,8 +205,10 @@ class ConditionalUnet1D(nn.Module):
         return next(p for p in self.parameters() if p.is_floating_point())
 
     @torch.jit.unused
-    def _film(self, embedding: Tensor, global_cond: Tensor | None) -> list[Tensor]:
-        """Return shift and scale of every block, the last block's first, from one GEMM for all.
+    def _film(
+        self, embedding: Tensor, global_cond: Tensor | None
+    ) -> list[tuple[Tensor | None, Tensor]]:
+        """Return scale and shift of every block, the last block's first, from one GEMM for all.
 
         The condition comes in its two parts, of which often the embedding alone wants a gradient.
 
@@ -225,7 +220,9 @@ class ConditionalUnet1D(nn.Module):
             return []
         weights, biases, widths = found
         film = torch.ops.dpa.joint_linear(embedding, weights, biases, global_cond, mish=True)
-        return list(film.split(widths, dim=1))[::-1]
+        parts = film.split(widths, dim=1)[::-1]  # each block's shift before its scale
+        scales = parts[1::2] if self.film_parts == 2 else [None] * len(parts)
+        return list(zip(scales, parts[:: self.film_parts], strict=True))
 
     @torch.jit.unused
     def _film_layers(self) -> tuple[list[Tensor], list[Tensor], list[int]] | None:
@@ -296,7 +293,8 @@ class ConditionalUnet1D(nn.Module):
         embedding: Tensor | None = None
         if not torch.jit.is_scripting():
             if self._has_another_encoder():
-                embedding = self._embed_by_calling(steps)
+                with InputsAsWeights():  # the sinusoid is float32, whatever the weights are
+                    embedding = encoder(steps)
             elif fast:
                 embedding = self._embed_by_joint_linear(steps)
         if embedding is None:
@@ -307,12 +305,6 @@ class ConditionalUnet1D(nn.Module):
             sinusoid = encoder[0](steps).to(dtype)
             embedding = encoder[3](encoder[2](encoder[1](sinusoid)))
         return embedding.expand(sample.shape[0], -1)
-
-    @torch.jit.unused
-    def _embed_by_calling(self, steps: Tensor) -> Tensor:
-        """Call the encoder as a whole: its sinusoid is float32, whatever its weights are."""
-        with InputsAsWeights():
-            return self.diffusion_step_encoder(steps)
 
     @torch.jit.unused
     def _embed_by_joint_linear(self, steps: Tensor) -> Tensor | None:
