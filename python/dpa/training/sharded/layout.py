@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,24 +117,18 @@ def lay_out(
     result: list[Chunk] = []
     start = 0
     for part in parts:
-        result.append(_chunk(parameters, groups[part[0]], part, start, ranks))
-        start += ranks * result[-1].size
+        lengths = (_aligned(parameters[number].numel()) for number in part)
+        *offsets, end = itertools.accumulate(lengths, initial=0)
+        size = _aligned(max(1, -(-end // ranks)))
+        pieces = [
+            piece
+            for number, offset in zip(part, offsets, strict=True)
+            for piece in _cut(number, parameters[number], offset, size)
+        ]
+        found = tuple(part), tuple(offsets), tuple(pieces)
+        result.append(Chunk(groups[part[0]], *found, start, size, ranks))
+        start += ranks * size
     return result
-
-
-def _chunk(
-    parameters: Sequence[Tensor], group: int, part: Sequence[int], start: int, ranks: int
-) -> Chunk:
-    offsets = [0]
-    for number in part:
-        offsets.append(offsets[-1] + _aligned(parameters[number].numel()))
-    size = _aligned(max(1, -(-offsets[-1] // ranks)))
-    pieces = [
-        piece
-        for number, offset in zip(part, offsets, strict=False)
-        for piece in _cut(number, parameters[number], offset, size)
-    ]
-    return Chunk(group, tuple(part), tuple(offsets[:-1]), tuple(pieces), start, size, ranks)
 
 
 def _cut(number: int, parameter: Tensor, offset: int, size: int) -> Iterator[Piece]:

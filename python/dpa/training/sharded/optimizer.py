@@ -127,8 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Reset the state of a step."""
-        self._came: set[int] = set()  # parameters whose gradients are ready
-        self._sent_as: dict[int, tuple[int, int]] = {}  # the identities of gradients
+        self._came: dict[int, tuple[int, int]] = {}  # the identities of gradients that are ready
         self._sent = 0  # chunks
         self._again = False  # whether a sent gradient has been accumulated again
         self._averaged = False
@@ -141,12 +140,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if i in self._came:
             self._again = True
         elif not self._held:
-            self._came.add(i)
-            self._sent_as[i] = _identity(self._parameters[i].grad)
+            self._came[i] = _identity(self._parameters[i].grad)
         if self._exchange is None or self._again or self._held:
             return
         for number in range(self._sent, len(self._chunks)):
-            if not self._came.issuperset(self._chunks[number].parameters):
+            if not self._came.keys() >= {*self._chunks[number].parameters}:
                 return
             self._send(number)
 
@@ -154,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _send(self, number: int) -> None:
         chunk = self._chunks[number]
         grads = {i: self._gradient(i) for i in chunk.parameters}
-        self._sent_as.update((i, _identity(grad)) for i, grad in grads.items())
+        self._came.update((i, _identity(grad)) for i, grad in grads.items())
         self._exchange.send(chunk, [piece.of(grads[piece.parameter]) for piece in chunk.pieces])
         self._sent = number + 1
 
@@ -179,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._again:
             self._sent, self._again = 0, False
-        elif any(_identity(grads[i]) != sent for i, sent in self._sent_as.items()):
+        elif any(_identity(grads[i]) != sent for i, sent in self._came.items()):
             raise RuntimeError(
                 "ShardedOptimizer: gradients must not change after the backward, while they are "
                 "being sent; use its clip_grad_norm_, and bfloat16 in place of a GradScaler"
