@@ -31,23 +31,19 @@ def channels_last(sample: Tensor, weight: Tensor) -> bool:
     the order of its input. Exported programs have the usual order, for they may run anywhere.
     ``DPA_CHANNELS_LAST=0`` in the environment refuses it.
     """
-    if not torch.jit.is_scripting():
-        possible = _CHANNELS_LAST and sample.is_cuda and not is_exporting()
-        if possible:
-            same, half = sample.dtype == weight.dtype, weight.dtype in HALVES
-            mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")
-            if same and (half or mixed or _trains_in_tf32(weight)):
-                return torch.cuda.get_device_properties(sample.device).major >= 8
-    return False
+    if not (_CHANNELS_LAST and sample.is_cuda and sample.dtype == weight.dtype) or is_exporting():
+        return False
+    gains = weight.dtype in HALVES
+    if weight.dtype == torch.float32:
+        gains = torch.is_autocast_enabled("cuda") or _trains_in_tf32()
+    return gains and torch.cuda.get_device_properties(sample.device).major >= 8
 
 
-@torch.jit.unused
-def _trains_in_tf32(weight: Tensor) -> bool:
-    if weight.dtype != torch.float32 or torch.compiler.is_compiling():
+def _trains_in_tf32() -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     cudnn = torch.backends.cudnn
-    allowed = cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
-    return bool(allowed and torch.is_grad_enabled())
+    return cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
 
 
 class Conv1d(nn.Conv1d):
@@ -224,8 +220,8 @@ class ConditionalResidualBlock1D(nn.Module):
             if self.cond_predict_scale:
                 scale, shift = shift.chunk(2, dim=1)
         if not torch.jit.is_scripting():
-            parameters = self.parameters_of_layers()
-            if len(parameters) > 0:
+            parameters = BLOCK_LAYERS.of(self)
+            if parameters is not None:
                 norm = self.blocks[0].block[1]
                 return torch.ops.dpa.residual_block1d(
                     x, *parameters, norm.num_groups, norm.eps, scale, shift, skip
@@ -250,13 +246,9 @@ class ConditionalResidualBlock1D(nn.Module):
         out = _modulated(self.blocks[0](x), scale, shift)
         return self.blocks[1](out) + self.residual_conv(x)
 
-    @torch.jit.unused
-    def parameters_of_layers(self) -> list[Tensor | None]:
-        """Return what the block's one op takes, or nothing where its layers must be called."""
-        return _BLOCK_LAYERS.of(self) or []
 
-
-_BLOCK_LAYERS = PlainLayers(
+# What a block's one op takes, where its layers need not be called.
+BLOCK_LAYERS = PlainLayers(
     {"blocks": (nn.ModuleList,), "residual_conv": (Conv1d, nn.Identity)}
     | {f"blocks.{i}": (Conv1dBlock,) for i in (0, 1)}
     | sequential("blocks.0.block", *_BLOCK_KINDS)

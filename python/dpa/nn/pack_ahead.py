@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dpa.nn.blocks1d import ConditionalResidualBlock1D, Conv1d, Conv1dBlock
+from dpa.nn.blocks1d import BLOCK_LAYERS, ConditionalResidualBlock1D, Conv1d, Conv1dBlock
 
 
 def begin(
@@ -44,7 +44,7 @@ def join(sample: Tensor) -> None:
 def _weights(layer: nn.Module) -> list[Tensor]:
     """Return the weights of the convolutions of a layer that one op runs, or nothing."""
     if isinstance(layer, ConditionalResidualBlock1D):
-        found = layer.parameters_of_layers()
+        found = BLOCK_LAYERS.of(layer) or []
         return [weight for weight in found[0:9:4] if weight is not None]
     if isinstance(layer, Conv1dBlock):
         conv = None if layer.is_changed_inside() else layer.block[0]

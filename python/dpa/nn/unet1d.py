@@ -196,7 +196,6 @@ class ConditionalUnet1D(nn.Module):
         encoder = self.diffusion_step_encoder
         return type(encoder) is not nn.Sequential or len(encoder) != 4 or is_changed(encoder)
 
-    @torch.jit.unused
     def _weight(self, layers: nn.Module) -> Tensor:
         """Return the weight of the second of some layers, or another where that one is wrapped."""
         weight = getattr(getattr(layers, "1", None), "weight", None)
@@ -224,7 +223,6 @@ class ConditionalUnet1D(nn.Module):
         scales = parts[1::2] if self.film_parts == 2 else [None] * len(parts)
         return list(zip(scales, parts[:: self.film_parts], strict=True))
 
-    @torch.jit.unused
     def _film_layers(self) -> tuple[list[Tensor], list[Tensor], list[int]] | None:
         """Return weights and biases of the blocks' FiLM, and the widths of its parts, or None."""
         blocks = [block for level in self.down_modules for block in level[:2]]
@@ -237,7 +235,6 @@ class ConditionalUnet1D(nn.Module):
         weights, biases = map(list, zip(*layers, strict=True))
         return weights, biases, [b.out_channels for b in blocks for _ in range(self.film_parts)]
 
-    @torch.jit.unused
     def _pack_ahead(self, sample: Tensor) -> bool:
         """Pack the weights ahead of their layers in a capture, and say whether that was begun."""
         if torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
@@ -254,7 +251,6 @@ class ConditionalUnet1D(nn.Module):
         pack_ahead.begin(linear, layers, sample)
         return True
 
-    @torch.jit.unused
     def _on_packed_weights(
         self,
         sample: Tensor,
@@ -278,7 +274,6 @@ class ConditionalUnet1D(nn.Module):
             self, self._as_made, self._config, sample, steps, global_cond, half
         )
 
-    @torch.jit.unused
     def _as_made(self) -> nn.Module:
         """Return what the constructor made, on the meta device: shapes and settings, no memory."""
         input_dim, kernel_size, n_groups, embed_dim, cond_dim, scale, *dims = self._config
@@ -306,7 +301,6 @@ class ConditionalUnet1D(nn.Module):
             embedding = encoder[3](encoder[2](encoder[1](sinusoid)))
         return embedding.expand(sample.shape[0], -1)
 
-    @torch.jit.unused
     def _embed_by_joint_linear(self, steps: Tensor) -> Tensor | None:
         """Run the encoder's layers as FiLM's op, or nothing where one is changed.
 
