@@ -275,11 +275,8 @@ def batch_norm_act(
     relu: bool = True,
 ) -> Tensor:
     """Compute ``relu(batch_norm(input) * weight + bias + residual)`` on (B, C, ...)."""
-    rest = [0, *range(2, input.dim())]
-    x = input.to(_wide(input.dtype))
-    x = x - x.mean(dim=rest, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(dim=rest, keepdim=True) + eps)
-    x = _affine(x, weight, bias)
+    channels = input.to(_wide(input.dtype)).transpose(0, 1)
+    x = _affine(_normalised(channels, 1, eps).transpose(0, 1), weight, bias)
     if residual is not None:
         x = x + residual.to(x.dtype)
     return (x.relu() if relu else x).to(input.dtype)
