@@ -188,7 +188,8 @@ def recognise(module: nn.Module) -> Network:
                 slots[variant.original_name(key)] = (owner, name)
     others = (*variant.unused, *variant.extra)
     live = {k: owner._parameters[n] for k, (owner, n) in slots.items() if not k.startswith(others)}
-    norms = [m for p, m in layers.items() if _is_norm(m, variant) and p.startswith("down_modules.")]
+    down = [layer for path, layer in layers.items() if path.startswith("down_modules.")]
+    norms = [m for m in down if isinstance(m, nn.GroupNorm) or type(m).__name__ in variant.norms]
     if not norms:
         raise NotInFamily(f"{kind} has no GroupNorm in down_modules")
     arguments = arguments_from_shapes(live, norms[0].num_groups, other_parts=True)
@@ -234,10 +235,6 @@ def _variant_of(module: nn.Module) -> Variant:
         inputs = inspect.signature(forward).parameters.values()
         names += [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in inputs]
     return next(variant for variant in VARIANTS if variant.fits(names))
-
-
-def _is_norm(layer: nn.Module, variant: Variant) -> bool:
-    return isinstance(layer, nn.GroupNorm) or type(layer).__name__ in variant.norms
 
 
 def _parts(

@@ -7,7 +7,7 @@ linear layers, runs as it is, on the encoder's own modules.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -179,16 +179,20 @@ def name_of(module: nn.Module) -> str:
     return class_of(module).__name__
 
 
+def _variant_of(module: nn.Module) -> EncoderVariant | None:
+    return next((variant for variant in ENCODERS if name_of(module) in variant.classes), None)
+
+
 def resembles(module: nn.Module) -> bool:
     """Whether a module has the class of a known encoder."""
-    return any(name_of(module) in variant.classes for variant in ENCODERS)
+    return _variant_of(module) is not None
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
     """Return the residual network of a known encoder; None where it is not in its place."""
-    paths = [variant.backbone for variant in ENCODERS if name_of(module) in variant.classes]
+    variant = _variant_of(module)
     try:
-        return module.get_submodule(paths[0]) if paths else None
+        return None if variant is None else module.get_submodule(variant.backbone)
     except AttributeError:
         return None
 
@@ -198,20 +202,19 @@ def recognise(module: nn.Module) -> Encoder:
     for path, inner in module.named_modules():
         if path and has_own_forward(inner):
             raise NotAnEncoder(f"its {path} has a forward of its own")
-    for variant in ENCODERS:
-        if name_of(module) in variant.classes:
-            kind = class_of(module)
-            why = does_more(kind, "forward", variant.names, variant.branches)
-            if why is not None:
-                raise NotAnEncoder(why)
-            try:
-                layers = _joined(list(_parts(module, variant)))
-            except AttributeError as error:  # a class of a known name, built otherwise
-                raise NotAnEncoder(f"it is built otherwise: {error}") from None
-            if not any(isinstance(layer, Convolution) for layer in layers):
-                raise NotAnEncoder(f"{name_of(module)} holds no convolution")
-            return Encoder(module, variant, layers)
-    raise NotAnEncoder(f"{name_of(module)} is no image encoder that dpa knows")
+    variant = _variant_of(module)
+    if variant is None:
+        raise NotAnEncoder(f"{name_of(module)} is no image encoder that dpa knows")
+    why = does_more(class_of(module), "forward", variant.names, variant.branches)
+    if why is not None:
+        raise NotAnEncoder(why)
+    try:
+        layers = _joined(list(_parts(module, variant)))
+    except AttributeError as error:  # a class of a known name, built otherwise
+        raise NotAnEncoder(f"it is built otherwise: {error}") from None
+    if not any(isinstance(layer, Convolution) for layer in layers):
+        raise NotAnEncoder(f"{name_of(module)} holds no convolution")
+    return Encoder(module, variant, layers)
 
 
 def _parts(module: nn.Module, variant: EncoderVariant) -> Iterator[Layer | nn.Module]:
@@ -295,14 +298,12 @@ def _block(module: nn.Module, block: BlockVariant) -> Residual:
         raise NotAnEncoder(f"a block has {name_of(module.relu)} for ReLU")
     layers = tuple(_convolution(*pair, relu=True) for pair in pairs)
     shortcut = getattr(module, block.shortcut)
-    return Residual(layers, None if shortcut is None else _shortcut(list(_read(shortcut))))
-
-
-def _shortcut(layers: Sequence[Layer | nn.Module]) -> Convolution:
-    joined = _joined(list(layers))
+    if shortcut is None:
+        return Residual(layers, None)
+    joined = _joined(list(_read(shortcut)))
     if len(joined) != 1 or not isinstance(joined[0], Convolution) or joined[0].relu:
         raise NotAnEncoder("a block's shortcut is more than a convolution and a norm")
-    return joined[0]
+    return Residual(layers, joined[0])
 
 
 def _keypoints(pool: nn.Module) -> Keypoints:

@@ -51,14 +51,12 @@ class PlainLayers:
     ):
         self._types, self._required = types, 2 * len(layers)
         self._slots = [(path, n) for path in (*layers, *optional) for n in ("weight", "bias")]
-        # Each layer stands after the one that holds it: the place of that one, and its own name.
-        places = {"": 0} | {path: i for i, path in enumerate(types, 1)}
+        # Each layer stands after the one that holds it: that one's path, and its own name in it.
         parents = [path.rpartition(".")[0] for path in types]
         self._walk = [
-            (places[parent], path.rpartition(".")[2], kinds, parents.count(path))
-            for (path, kinds), parent in zip(types.items(), parents, strict=True)
+            (path, *path.rpartition(".")[::2], kinds, parents.count(path))
+            for path, kinds in types.items()
         ]
-        self._slot_places = [(places[path], name) for path, name in self._slots]
         self._found: WeakKeyDictionary[nn.Module, FoundLayers] = WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> list[Tensor | None] | None:
@@ -83,9 +81,9 @@ class PlainLayers:
         """
         if _all_are_hooked():
             return None
-        found: list[Any] = [module]
+        found: dict[str, Any] = {"": module}
         norm = None
-        for parent, name, kinds, count in self._walk:
+        for path, parent, name, kinds, count in self._walk:
             layer = found[parent]._modules.get(name)
             if type(layer) not in kinds or _is_changed(layer) or len(layer._modules) != count:
                 return None
@@ -93,10 +91,9 @@ class PlainLayers:
                 norm = layer if norm is None else norm
                 if layer.eps != norm.eps or layer.num_groups != norm.num_groups:
                     return None
-            found.append(layer)
-        return _present(
-            [getattr(found[i], name, None) for i, name in self._slot_places], self._required
-        )
+            found[path] = layer
+        parameters = [getattr(found[path], name, None) for path, name in self._slots]
+        return _present(parameters, self._required)
 
 
 def _present(found: list[Tensor | None], required: int) -> list[Tensor | None] | None:
