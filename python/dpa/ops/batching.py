@@ -191,18 +191,15 @@ def _folded(op: _Op, kinds: tuple[str, str], n: int, dims: list[Any], args: tupl
 
     Returns the outputs, and where each is mapped.
     """
-    takes, gives = kinds
+    takes, gives = (signs.replace("b", "s") for signs in kinds)
     shape = _example(args[0], dims[0]).shape  # a sample may be one number
-    takes, gives = takes.replace("b", "s"), gives.replace("b", "s")
     folds = "sci" if at else "si"
 
     def fold(kind: str, x: Tensor, dim: int | None) -> Tensor:
         if kind not in folds:
             return x
-        x, place = (
-            x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0),
-            at if kind == "s" else 0,
-        )
+        x = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+        place = at if kind == "s" else 0
         if kind == "i":
             x = x.reshape(n, x[0].numel()).expand(n, *shape[:1] or (1,))
         return x.movedim(0, place).flatten(place, place + 1) if x.dim() > 1 else x
@@ -244,10 +241,8 @@ def _rule(op: _Op, takes: str, gives: str, on_channels: _Op | None = None):
         if n == 0:
             new = lambda x: torch.empty(0, *x.shape, dtype=x.dtype, device=args[0].device)  # noqa: E731
             outs = [None if x is None else new(x) for x in _tuple(example)]
-        elif of_batch:
-            outs, places = _folded(op, (takes, gives), n, dims, args, 1)
-        elif "c" not in mapped:
-            outs, places = _folded(op, (takes, gives), n, dims, args, 0)
+        elif of_batch or "c" not in mapped:
+            outs, places = _folded(op, (takes, gives), n, dims, args, int(of_batch))
         elif on_channels:
             outs, places = _folded(partial(on_channels, n), (takes, gives), n, dims, args, 1)
         else:
