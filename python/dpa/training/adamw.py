@@ -107,41 +107,38 @@ class _OneOp(torch.optim.Optimizer):
         A ``closure`` computes the loss, which is returned, and its gradients, as for any optimizer.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        grads = [p.grad for p in self._trained()]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in trained]
         layouts = {grad.layout for grad in grads} - {torch.strided}
         name, got = type(self).__name__, ", ".join(map(str, layouts))
         require(not layouts, f"{name}: gradients", "be dense", got, RuntimeError)
         differ = not self.clear_grads or _differ(grads)
         rule, got = "differ with clear_grads", "one of two parameters"
         require(differ, f"{name}: gradients", rule, got, RuntimeError)
-        coefficient = self._clip_coefficient()
-        ema = None if self.ema is None or self._only_makes_state() else self.ema
+        coefficient = self._clip_coefficient(grads)
+        ema = None if self.ema is None or self._only_makes_state(grads) else self.ema
         averages = {} if ema is None else ema.averaged()
         for group in self.param_groups:
             self._check_options(group)
             for call in self._calls(group, averages).values():
                 self._run(group, call, coefficient)
         if ema is not None:
-            ema.finish_update(self._trained())
+            ema.finish_update(trained)
         return loss
 
-    def _only_makes_state(self) -> bool:
+    def _only_makes_state(self, grads: list[Tensor]) -> bool:
         """Whether a step moves nothing: a first one at a rate of 0, of gradients that are 0.
 
         ``torch.distributed.checkpoint.state_dict`` makes it before it loads or returns a state.
         """
-        if self.state or not (grads := [p.grad for p in self._trained()]):
+        if self.state or not grads:
             return False
         if any(g.is_cuda for g in grads) and torch.cuda.is_current_stream_capturing():
             return False
         return not any(group["lr"] for group in self.param_groups) and not _total_norm(grads)
 
-    def _trained(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    def _clip_coefficient(self) -> Tensor | None:
+    def _clip_coefficient(self, grads: list[Tensor]) -> Tensor | None:
         """What all gradients are multiplied by, on the device; None where nothing is clipped."""
-        grads = [p.grad for p in self._trained()]
         if self.max_norm is None or not grads:
             return None
         norm = _total_norm(grads)

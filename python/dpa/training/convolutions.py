@@ -78,7 +78,7 @@ class _Beside:
 
     def start(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream, which has waited for the current one."""
-        self._join(_KEPT - 1)
+        self.finish(_KEPT - 1)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -88,11 +88,8 @@ class _Beside:
         """Keep tensors until what has been launched there is done with them."""
         self._running.append((self._stream.record_event(), tensors))
 
-    def finish(self) -> None:
-        """Let the current stream wait for all of it."""
-        self._join(0)
-
-    def _join(self, left: int) -> None:
+    def finish(self, left: int = 0) -> None:
+        """Let the current stream wait for all of it, but for so many that began last."""
         while len(self._running) > left:
             event, _ = self._running.pop(0)
             event.wait()

@@ -191,12 +191,9 @@ def sample_sharded(
     if team.count == 1:
         return own
     most = -(-batch // team.count)  # gathering wants equal sizes
-    if len(own) < most:
-        own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, most - len(own)))
+    own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, most - len(own)))
     everyone = own.new_empty(team.count * most, *own.shape[1:])
     dist.all_gather_into_tensor(everyone, own.contiguous())
-    if batch == len(everyone):
-        return everyone
     sizes = [Ranks(rank, team.count, team.device).shard(batch) for rank in range(team.count)]
     parts = zip(everyone.split(most), sizes, strict=True)
     return torch.cat([x[: s.stop - s.start] for x, s in parts])
