@@ -218,9 +218,14 @@ def recognise(module: nn.Module) -> Encoder:
 
 
 def _parts(module: nn.Module, variant: EncoderVariant) -> Iterator[Layer | nn.Module]:
-    prepares = [getattr(module, name, None) for name in ("resize", "center_crop")]
-    if "center_crop" in variant.parts and any(part is not None for part in prepares):
-        yield _preparation(*prepares)
+    resize, crop = (getattr(module, name, None) for name in ("resize", "center_crop"))
+    if "center_crop" in variant.parts and (resize is not None or crop is not None):
+        if resize is not None:
+            bilinear = getattr(resize.interpolation, "value", None) == "bilinear"
+            sizes = isinstance(resize.size, (list, tuple)) and len(resize.size) == 2
+            if not bilinear or not sizes or not resize.antialias:
+                raise NotAnEncoder("it resizes otherwise than bilinearly, smoothed, to two sizes")
+        yield Preparation(resize, crop)
     for name in variant.parts:
         if name == "(flatten)":
             yield nn.Flatten()
@@ -310,15 +315,6 @@ def _keypoints(pool: nn.Module) -> Keypoints:
     if getattr(pool, "output_variance", False):
         raise NotAnEncoder("its keypoints come with variances")
     return Keypoints(pool, None if pool.nets is None else _convolution(pool.nets))
-
-
-def _preparation(resize: nn.Module | None, crop: nn.Module | None) -> Preparation:
-    if resize is not None:
-        bilinear = getattr(resize.interpolation, "value", None) == "bilinear"
-        sizes = isinstance(resize.size, (list, tuple)) and len(resize.size) == 2
-        if not bilinear or not sizes or not resize.antialias:
-            raise NotAnEncoder("it resizes otherwise than bilinearly, smoothed, to two sizes")
-    return Preparation(resize, crop)
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 
 from dpa.training.convolutions import Convolutions
 
-_LAST = torch.channels_last
 _own_calls = torch._C.DisableTorchFunction  # the mode is not asked
 
 
@@ -51,9 +50,11 @@ class ChannelsLast(TorchFunctionMode):
         args, kwargs = tree_map(value_of, (args, kwargs))
         if func is torch.conv2d:
             return self._convolutions(*args, **kwargs)
-        if args and _is_for_us(args[0]):
+        x = args[0] if args else None
+        images = isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point()
+        if images and x.is_contiguous(memory_format=torch.channels_last):
             if func is F.group_norm:
-                return self._later(args[0], partial(torch.ops.dpa.group_norm_act, *args, **kwargs))
+                return self._later(x, partial(torch.ops.dpa.group_norm_act, *args, **kwargs))
             if func is F.batch_norm:
                 return self._batch_norm(*args, **kwargs)
             if func is F.max_pool2d:
@@ -116,15 +117,6 @@ def _leaves_waiting(func: Callable[..., Any], args: Any) -> bool:
     first = args[0] if args else None
     counts = func is Tensor.add_ and isinstance(first, Tensor) and not first.is_floating_point()
     return counts or func in (torch.conv2d, F.group_norm, F.batch_norm, Tensor.dim)
-
-
-def _is_for_us(x: Any) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and x.dim() == 4
-        and x.is_contiguous(memory_format=_LAST)
-        and x.is_floating_point()
-    )
 
 
 class _Running:
