@@ -81,14 +81,15 @@ class ChannelsLast(TorchFunctionMode):
         if not training or count <= 1:  # which PyTorch refuses
             given = x, running_mean, running_var, weight, bias, training, momentum, eps
             return F.batch_norm(*given)
+        add = self._running.add  # self holds the norm: no cycle
 
         def run(residual: Tensor | None, relu: bool) -> Tensor:
             op = torch.ops.dpa.batch_norm_act_forward
             out, mean, var = op(x, weight, bias, eps, residual, relu)
             if running_mean is not None:
-                self._running.add(running_mean, mean, 1.0, momentum)
+                add(running_mean, mean, 1.0, momentum)
             if running_var is not None:
-                self._running.add(running_var, var, count / (count - 1), momentum)
+                add(running_var, var, count / (count - 1), momentum)
             return out
 
         return self._later(x, run)
