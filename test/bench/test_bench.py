@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import dpa
-from dpa.bench import command, image_policies, profiling
+from dpa.bench import command, compiled, image_policies, profiling
 from dpa.bench.networks import Network
 from dpa.packed.config import unet_config
 
@@ -382,3 +382,12 @@ def test_a_run_that_goes_on_has_each_bar_once():
     once = command._finished({image_policies.ENCODERS: [row]})
     assert [bar["value"] for bar in once["bars"]] == [200.0]
     assert command._finished(once) == once
+
+
+def test_loops_of_plain_networks(cuda):
+    size = Network("small", (32, 64), 32, 8)
+    step, found = compiled.eager(size, size.build().eval(), torch.bfloat16)
+    assert step["us"] > 0 and {row["loop"] for row in found} == {
+        "DDIM, 10 steps",
+        "DDPM, 100 steps",
+    }

@@ -176,11 +176,14 @@ def test_calls_of_a_kind_are_captured_once(recorded):
     assert len(copy.deepcopy(sampler)._loops) == 0
 
 
-@pytest.mark.parametrize(("fused", "captured"), [(None, 1), (False, 0)])
-def test_a_unet_that_is_not_packed_is_captured(recorded, fused, captured):
-    """It has six levels; with ``fused=False`` the loop runs step by step."""
+@pytest.mark.parametrize(
+    ("fused", "drops", "captured"), [(None, False, 1), (False, False, 0), (None, True, 0)]
+)
+def test_a_unet_that_is_not_packed_is_captured(recorded, fused, drops, captured):
+    """It has six levels; step by step with ``fused=False``, or where a layer drops values."""
     torch.manual_seed(0)
     unet = dpa.nn.ConditionalUnet1D(2, None, 4, 16, (8,) * 6).eval()
+    unet.final_conv.append(torch.nn.Dropout(0.5).train(drops))
     options = {"horizon": 32, "fused": fused}
     sampler = dpa.DiffusionSampler(unet, scheduler(), 3, **options)
     plain = dpa.DiffusionSampler(unet, scheduler(), 3, cuda_graph=False, **options)

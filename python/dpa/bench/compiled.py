@@ -15,7 +15,7 @@ import dpa
 from dpa.bench.ahead import Process, on_request
 from dpa.bench.networks import LOOPS, Network
 from dpa.bench.timing import device_us, graphed, latency
-from dpa.sampling import stepwise_loop as stepwise
+from dpa.schedulers.stepping import loop
 
 COMPILED, EAGER = "torch.compile, graph", "eager, graph"
 COUNTS = {"DDIM": 10, "DDPM": 100}  # steps of the loops
@@ -82,7 +82,7 @@ def _loop(
     def predict(sample: Tensor, step: int) -> Tensor:
         return network(sample.to(dtype), table.timesteps[step, None], global_cond=cond).float()
 
-    return lambda: stepwise.loop(draw(0), table, predict, draw, {})
+    return lambda: loop(draw(0), table, predict, draw, None)
 
 
 def _measure(name: str, weights: str, batch: str) -> None:

@@ -382,9 +382,11 @@ class DiffusionSampler:
             return False
         if self._foreign[0] is not unet:
             self._foreign = (unet, not is_of_family(unet))
-        # One of dpa's family that is not packed, for its size, say; unless packing is turned off.
-        foreign = self._foreign[1] or self.fused is None
-        return foreign and replaced(unet, "forward") is None
+        # One of dpa's family is not packed for its size, say; or a layer of it drops values.
+        drops = lambda: any(module.training for module in unet.modules())  # noqa: E731
+        if not self._foreign[1] and (self.fused is not None or drops()):
+            return False
+        return replaced(unet, "forward") is None
 
 
 def _loop(call: Call, layers: Layers | TracedNetwork) -> Callable[..., Tensor]:
