@@ -11,6 +11,7 @@ import dpa
 from dpa.nn import family
 from dpa.nn.family import NotInFamily
 from dpa.nn.network import shapes, template
+from dpa.nn.parts import ENCODER, place
 from dpa.nn.variants import VARIANTS
 
 FILM = "the layers that make FiLM's parameters"
@@ -133,3 +134,22 @@ def test_what_is_none_says_why():
     )
     with pytest.raises(NotInFamily, match=r"mid_modules\.0\.cond_encoder"):
         family.recognise(unet)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_of_any_kind_has_the_dtype_of_its_weights(dtype):
+    """Sines are float32, whatever the weights are."""
+
+    class Fourier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frequencies = nn.Parameter(torch.randn(1, 16))
+
+        def forward(self, t):
+            return (t.float()[:, None] @ self.frequencies).sin()
+
+    unet = dpa.nn.ConditionalUnet1D(2, diffusion_step_embed_dim=16, down_dims=(16, 32))
+    place(unet, ENCODER, Fourier())
+    unet.to(dtype).eval()
+    out = unet(torch.randn(3, 8, 2, dtype=dtype), torch.tensor([1, 5, 9]))
+    assert out.dtype == dtype and out.isfinite().all()

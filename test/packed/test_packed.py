@@ -483,6 +483,8 @@ def test_local_conditions_of_many_steps_are_encoded_in_parts(device, monkeypatch
     filled = LocalEncoder.filled_up(want, 64, groups=8).unflatten(3, (8, -1))
     torch.testing.assert_close(filled[..., :4].flatten(3), want)
     assert not filled[..., 4:].any()
+    halves = LocalEncoder(copy.deepcopy(unet).bfloat16(), torch.float32)
+    assert halves.at_each(timesteps, cond, local).dtype == torch.float32
     for step, rows in enumerate(want):
         block = unet.local_cond_encoder[0]
         embedding = torch.cat([unet.embed(local, timesteps[step].expand(2)), cond], dim=1)

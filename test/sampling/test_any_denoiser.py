@@ -7,6 +7,7 @@ import near_policies
 import other_policies
 import pytest
 import torch
+from proofs import Calls
 from samplers import diffusers
 from torch import nn
 
@@ -192,6 +193,10 @@ def test_a_unet_that_is_not_packed_is_captured(recorded, fused, drops, captured)
         got, want = (each(cond, generator=torch.manual_seed(seed)) for each in (sampler, plain))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert recorded.captured == captured
+    replayed = recorded.replayed
+    with Calls():  # a mode that is to see what runs
+        sampler(cond)
+    assert (recorded.captured, recorded.replayed) == (captured, replayed)
 
 
 def test_a_loop_without_random_numbers_is_captured(recorded):

@@ -98,11 +98,16 @@ def test_an_input_that_is_written_later(device):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, _group_norm])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_resnets(device, name, norm):
+@pytest.mark.parametrize(
+    ("name", "in_place"), [("resnet18", True), ("resnet18", False), ("resnet50", True)]
+)
+def test_resnets(device, name, in_place, norm):
     """Results, gradients in their parameters' order, and statistics are the plain network's."""
     torch.manual_seed(0)
     module = getattr(torchvision.models, name)(norm_layer=norm).to(device, torch.float64)
+    for layer in module.modules():
+        if isinstance(layer, nn.ReLU):
+            layer.inplace = in_place
     x = torch.randn(3, 3, 32, 40, device=device, dtype=torch.float64)
     plain = copy.deepcopy(module)
     _run(plain, x, mode=False)

@@ -365,9 +365,8 @@ def _plain(cfg: Any) -> dict[str, Any]:
             plain[name] = (
                 omega.to_container(value, resolve=True) if omega.is_config(value) else value
             )
-        names = ("horizon", "n_action_steps", "n_obs_steps")
-        outside = {name: omega.select(cfg, name) for name in names if name in cfg}
-    return {"policy": plain} | outside
+        outside = {"horizon", "n_action_steps", "n_obs_steps"} & set(cfg) - set(plain)
+        return {name: omega.select(cfg, name) for name in outside} | {"policy": plain}
 
 
 def _is_omegaconf(cfg: Any) -> bool:

@@ -23,6 +23,17 @@ class NoBlock(nn.Module):
         return x
 
 
+class _Embedding(nn.Sequential):
+    """A network's own layers from timesteps to their embedding, in whatever dtype these have."""
+
+    def forward(self, timestep: Tensor) -> Tensor:
+        weight = next(self.parameters(), None)
+        if weight is None or weight.dtype not in (torch.float16, torch.bfloat16):
+            return super().forward(timestep)
+        with torch.autocast(weight.device.type, weight.dtype):  # sines are float32
+            return super().forward(timestep).to(weight.dtype)
+
+
 class _Followed(nn.Module):
     """A residual block, and a layer behind it."""
 
@@ -58,7 +69,7 @@ def place(unet: ConditionalUnet1D, path: str, part: nn.Module) -> None:
     of a down or up level, or the first in the middle.
     """
     if path == ENCODER:
-        unet.diffusion_step_encoder = nn.Sequential(part)
+        unet.diffusion_step_encoder = _Embedding(part)
     elif path.endswith(FILM):
         film = nn.Sequential(part, nn.Flatten())  # (B, R)
         unet.get_submodule(path.removesuffix(FILM)).cond_encoder = film

@@ -53,9 +53,11 @@ def example(network: Network, like: Tensor) -> tuple[Tensor, Tensor, dict[str, T
         return torch.randn(2, *shape, generator=generator, device="cpu").to(like)
 
     arguments = network.arguments
-    widths = [dim // arguments["n_groups"] for dim in arguments["down_dims"]]
-    horizon = 2 ** len(widths)
-    while min(width * (horizon >> i) for i, width in enumerate(widths)) < _VALUES:
+    dims, groups = arguments["down_dims"], arguments["n_groups"]
+    horizon = 2 ** len(dims)
+    # Of each level's norms, and of the last one, which has 8 groups whatever n_groups is.
+    widths = [*((i, dim // groups) for i, dim in enumerate(dims)), (0, max(1, dims[0] // 8))]
+    while min(width * (horizon >> level) for level, width in widths) < _VALUES:
         horizon *= 2
     sample = random(horizon, arguments["input_dim"])
     conditions = {}

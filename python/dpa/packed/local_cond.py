@@ -25,7 +25,7 @@ class LocalEncoder:
         self._layers, self._dtype = layers, dtype
 
     def at(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
-        """Encode (B, T, Dl) at a timestep each, (B,): (B, T, C)."""
+        """Encode (B, T, Dl) at a timestep each, (B,): (B, T, C), in float32 or in ``dtype``."""
         layers = self._layers
         self._check(global_cond, local_cond)
         given = local_cond.to(next(layers.parameters()).dtype)
@@ -36,7 +36,8 @@ class LocalEncoder:
             cond = layers.embed(given, timesteps)
             if global_cond is not None:
                 cond = torch.cat([cond, global_cond.to(cond.dtype)], dim=-1)
-            return layers.local_cond_encoder[0](given.transpose(1, 2), cond).transpose(1, 2)
+            made = layers.local_cond_encoder[0](given.transpose(1, 2), cond).transpose(1, 2)
+        return made if halves else made.float()
 
     def at_each(self, timesteps: Tensor, global_cond: Tensor | None, local_cond: Tensor) -> Tensor:
         """Encode (B, T, Dl) at each of S timesteps, (S,): (S, B, T, C)."""
@@ -54,7 +55,7 @@ class LocalEncoder:
 
     @staticmethod
     def filled_up(rows: Tensor, channels: int, groups: int) -> Tensor:
-        """Return rows in float32, of the first level's channels as packed: groups filled up."""
+        """Return rows in float32 of the first level's channels as packed: groups filled up."""
         more = (channels - rows.shape[-1]) // groups
         if more:
             rows = functional.pad(rows.unflatten(-1, (groups, -1)), (0, more)).flatten(-2)

@@ -163,6 +163,7 @@ class PackedUnet:
                 self._stream = None
                 if packed.is_cuda:
                     self._stream = torch.cuda.current_stream(packed.device)
+                    self.packed_on = self._stream.cuda_stream
                     self._read_by(self._stream)
                     self._ready = self._stream.record_event()
             return self._packed
@@ -201,7 +202,7 @@ class PackedUnet:
     def readable(self) -> Tensor:
         """Return the packed weights, once the current stream waits for the one that packed them."""
         home, current = self._stream, torch._C._cuda_getCurrentRawStream
-        elsewhere = home is not None and current(home.device_index) != home.cuda_stream
+        elsewhere = home is not None and current(home.device_index) != self.packed_on
         if elsewhere and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(home.device)
             stream.wait_event(self._ready)

@@ -165,7 +165,8 @@ def run_captured(
         else:
             weights = packed.weights
             weights.start()
-            packed.readable()
+            if torch._C._cuda_getCurrentRawStream(numbers.device.index) != packed.packed_on:
+                packed.readable()
             result = graph.replay(inputs, random, generator)
             if not (weights.changed() or weights.values_changed()):
                 return result

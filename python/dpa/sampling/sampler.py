@@ -33,7 +33,7 @@ from dpa.sampling.step_tables import Tables
 from dpa.sampling.stepwise_loop import Copy, Layers
 from dpa.sampling.traced import TracedNetwork
 from dpa.schedulers.tables import Generators, MultistepTable, Steps, StepTable
-from dpa.tracking import is_observed
+from dpa.tracking import is_dispatched, is_observed
 from dpa.tracking.replacing import replaced
 from dpa.tracking.weights import MODES
 
@@ -76,14 +76,14 @@ class DiffusionSampler:
             docstring says which networks). None does so where the network, the device and the
             scheduler allow it, its result agrees with the network's own forward on one random
             input, and nothing but the layers takes part in a call: no hook, replaced forward,
-            autocast or capture of the caller's; else the loop runs step by step. True raises where
-            it cannot be had; False runs step by step.
+            autocast or capture of the caller's; else the loop runs as ``cuda_graph`` says, or step
+            by step. True raises where it cannot be had; False runs step by step.
         fallback: what to do where the scheduler is none that a table expresses, or ``fused`` cannot
             be had. False raises; True warns with the reason, then runs the scheduler's own step
             (:class:`dpa.schedulers.LiveSteps`), or the loop step by step.
         cuda_graph: on a GPU, capture the loop into a CUDA graph at the first call of each shape,
-            and replay it from then on: the fused loop, or all steps of a module of another kind
-            that is in evaluation mode and has no hooks. Such a module is traced: what no sample
+            and replay it from then on: the fused loop, or all steps of a module that is not packed,
+            is in evaluation mode and has no hooks. Such a module is traced: what no sample
             reaches is computed once a call, for all steps, and steps take fewer kernels; where no
             trace stands for it, it is captured as it is. The first replay is compared with the
             loop, and runs only where they agree; what the module is made of, its settings and its
@@ -376,7 +376,7 @@ class DiffusionSampler:
         plain = isinstance(unet, nn.Module) and not isinstance(unet, torch.jit.ScriptModule)
         if not (plain and self.cuda_graph and call.shape[0] and can_capture(call.device)):
             return False
-        if unet.training or not isinstance(table, StepTable) or is_observed():
+        if unet.training or not isinstance(table, StepTable) or is_observed() or is_dispatched():
             return False
         if table.coefficients.dtype != torch.float32 or "_orig_mod" in unet._modules:
             return False

@@ -124,18 +124,18 @@ class _Running:
     """Running statistics of BatchNorms, and what they are to move towards."""
 
     def __init__(self) -> None:
-        self._moves: list[tuple[Tensor, Tensor, float, float]] = []
+        self._moves: dict[int, tuple[Tensor, Tensor, float, float]] = {}
 
     def add(self, running: Tensor, new: Tensor, factor: float, momentum: float) -> None:
         """Let ``running`` move by ``momentum`` towards ``factor`` times ``new``."""
-        if any(running is moved for moved, *_ in self._moves):  # a module that is called twice
+        if id(running) in self._moves:  # a module that is called twice
             self.update()
-        self._moves.append((running, new.to(running.dtype), factor, momentum))
+        self._moves[id(running)] = running, new.to(running.dtype), factor, momentum
 
     def update(self) -> None:
         """Move them all."""
         if self._moves:
-            olds, news, factors, momenta = zip(*self._moves, strict=True)
+            olds, news, factors, momenta = zip(*self._moves.values(), strict=True)
             with torch.no_grad(), _own_calls():
                 torch._foreach_lerp_(olds, torch._foreach_mul(news, factors), momenta)
         self._moves.clear()
@@ -183,13 +183,12 @@ class _Norm:
 
     def relu(self, inplace: bool = False) -> Any:
         """ReLU of it, in the same kernel where nothing has wanted its values before."""
-        if self._value is not None:
-            with _own_calls():
-                return F.relu(self._value, inplace)
-        out = self._run(relu=True)
-        if inplace:
-            self._value = out
-        return out
+        if inplace and self._value is None:
+            self._value = self._run(relu=True)
+            return self._value
+        value = self.value()  # which may be wanted later, too: it runs once
+        with _own_calls():
+            return F.relu(value, inplace)
 
     def __iadd__(self, other: Any) -> Any:
         """Add in place: a residual, where nothing has wanted the values before."""
