@@ -91,9 +91,6 @@ def _conv1d(
     return _aten.convolution(x, weight, bias, [stride], [padding], [1], transposed, [0], 1)
 
 
-# Arguments at the end that are their defaults do not come.
-
-
 def _conv1d_gnm(
     x: Tensor,
     weight: Tensor,
@@ -101,26 +98,45 @@ def _conv1d_gnm(
     gn_weight: Tensor | None,
     gn_bias: Tensor | None,
     num_groups: int,
-    *rest: Any,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Any:
     if not _is_short(x):
         return NotImplemented
     out = _conv1d(x, weight, bias, 1, weight.shape[2] // 2)
-    norm = num_groups, gn_weight, gn_bias
+    norm = num_groups, gn_weight, gn_bias, eps, scale, shift
     if len(weight) >= _VECTOR * num_groups:
-        return _ours.group_norm_mish(out, *norm, *rest)
-    eps_and_film, residual = rest[:3], rest[3] if len(rest) > 3 else None
-    out = _ours.group_norm_mish(out.contiguous(), *norm, *eps_and_film)
+        return _ours.group_norm_mish(out, *norm, residual)
+    out = _ours.group_norm_mish(out.contiguous(), *norm)
     return out if residual is None else out + residual
 
 
-def _residual_block1d(x: Tensor, *given: Any) -> Any:
+def _residual_block1d(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    gn1_weight: Tensor,
+    gn1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor,
+    gn2_weight: Tensor,
+    gn2_bias: Tensor,
+    residual_weight: Tensor | None,
+    residual_bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> Any:
     if not _is_short(x):
         return NotImplemented
-    first, second, beside, num_groups = given[:4], given[4:8], given[8:10], given[10]
-    eps, scale, shift, skip = (*given[11:], *(1e-5, None, None, None)[len(given) - 11 :])
     if skip is not None:
         x = join(x, skip)
-    out = _conv1d_gnm(x, *first, num_groups, eps, scale, shift)
-    residual = x if beside[0] is None else _conv1d(x, *beside)
-    return _conv1d_gnm(out, *second, num_groups, eps, None, None, residual)
+    norm, film = (gn1_weight, gn1_bias, num_groups, eps), (scale, shift)
+    out = _conv1d_gnm(x, conv1_weight, conv1_bias, *norm, *film)
+    residual = x if residual_weight is None else _conv1d(x, residual_weight, residual_bias)
+    norm = gn2_weight, gn2_bias, num_groups, eps
+    return _conv1d_gnm(out, conv2_weight, conv2_bias, *norm, None, None, residual)

@@ -383,8 +383,8 @@ class DiffusionSampler:
         if self._foreign[0] is not unet:
             self._foreign = (unet, not is_of_family(unet))
         # One of dpa's family is not packed for its size, say; or a layer of it drops values.
-        drops = lambda: any(module.training for module in unet.modules())  # noqa: E731
-        if not self._foreign[1] and (self.fused is not None or drops()):
+        family = not self._foreign[1]
+        if family and (self.fused is not None or any(each.training for each in unet.modules())):
             return False
         return replaced(unet, "forward") is None
 
