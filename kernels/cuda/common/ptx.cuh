@@ -203,6 +203,22 @@ __device__ __forceinline__ float2 load_constant_2(const float* address) {
   return v;
 }
 
+// Loads of data that is read once, past L1, which the compiler does not move.
+__device__ __forceinline__ uint4 load_stream_16(const void* address, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address), "l"(policy));
+  return v;
+}
+__device__ __forceinline__ uint2 load_stream_8(const void* address, uint64_t policy) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(address), "l"(policy));
+  return v;
+}
+
 // Prefetches the line of an address into L1.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(address));

@@ -39,27 +39,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// Whether that phase has ended.
-__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
-
-// Copies 16 bytes into shared memory, and arrives at a barrier of the block once this thread's copies so far are there.
-__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_async(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Copies 16 bytes from global to shared memory, past L1; they are there when this thread has waited.
 __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
@@ -100,7 +79,14 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// The same: the last to leave.
+// A part of the lines is to be the last to leave, the others the first.
+__device__ __forceinline__ uint64_t evict_first_but_policy(float part) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 %0, %1;" : "=l"(policy) : "f"(part));
+  return policy;
+}
+
+// All of them are the last to leave.
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

@@ -12,8 +12,11 @@ cudaError_t run_resident(const Plan& plan, const Call& call, const Workspace& at
   const cudaError_t error = cudaMemsetAsync(a.messages, 0, at.message_bytes, stream);
   if (error != cudaSuccess) return error;
   if (call.record) return launch_recording(plan.dtype, a, stream);
-  return dispatch_weights(plan.dtype,
-                          [&](auto tag) { return launch_resident<typename decltype(tag)::type>(a, stream); });
+  return dispatch_weights(plan.dtype, [&](auto tag) {
+    using Weight = typename decltype(tag)::type;
+    return a.layout.parts ? launch_resident<Weight, SoloForm::kParts>(a, stream)
+                          : launch_resident<Weight, SoloForm::kPlain>(a, stream);
+  });
 }
 
 }  // namespace dpa::kernels::unet1d

@@ -14,12 +14,11 @@
 namespace dpa::kernels::unet1d {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kBulk = true;  // weights come by bulk copies, not by cp.async
+constexpr bool kBulk = true;  // weights come by bulk copies, through shared memory
 #else
 constexpr bool kBulk = false;
 #endif
-constexpr int kThreads = kConsumerWarps * 32, kBlock = kThreads + kProducerWarps * 32;
-constexpr int kStageBytes = kBulk ? kBulkStageBytes : kAsyncStageBytes;
+constexpr int kThreads = kConsumerWarps * 32, kBlock = kThreads + (kBulk ? kProducerWarps * 32 : 0);
 
 /// What the kernel is compiled for: norms whose slice is one group (ResidentLayout::parts); all norms; and all of them, where
 /// the clocks of the last step go to Arguments::record.
@@ -31,9 +30,9 @@ struct Arguments : LoopArguments {
   uint32_t* messages;
   uint32_t* record;  // see Call
 };
-/// Launches the kernel. A source for each type of weights: a driver that compiles PTX compiles a source at a time, and
-/// needs one of them.
-template <class Weight>
+/// Launches the kernel. A source for each type of weights and form: a driver that compiles PTX compiles a source at a
+/// time, and needs one of them.
+template <class Weight, SoloForm kForm>
 cudaError_t launch_resident(const Arguments& a, cudaStream_t stream);
 /// The kernel that records its clocks.
 cudaError_t launch_recording(DType dtype, const Arguments& a, cudaStream_t stream);

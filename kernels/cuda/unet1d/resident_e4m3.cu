@@ -1,4 +1,5 @@
-// The one-sample kernel for weights in e4m3.
+// The one-sample kernel for weights in e4m3, a group a slice.
 #include "kernels/cuda/unet1d/resident_kernel.cuh"
 
-template cudaError_t dpa::kernels::unet1d::launch_resident<__nv_fp8_e4m3>(const Arguments& a, cudaStream_t stream);
+template cudaError_t dpa::kernels::unet1d::launch_resident<__nv_fp8_e4m3, dpa::kernels::unet1d::SoloForm::kPlain>(
+    const Arguments& a, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// The resident path: one kernel runs the whole loop of one sample; its blocks stay, exchange activations through L2, and stream their
+// The resident path: one kernel runs the whole loop of one sample; its blocks stay, exchange activations through L2, and read their
 // own share of the weights ahead of the work.
 //
 //   out[n', o] = sum_{tap, i} W[tap, i, o] value[b, t stride + first + tap, i]
@@ -8,8 +8,8 @@
 //           in every GEMM the output channels of slice m and the input channels of GroupNorm group k; so it normalises
 //           its own group alone, and residuals and skips, which are always of the same group, stay in its shared memory
 //           Not on Hopper and on fewer multiprocessors: a half or a quarter as many blocks, with as many more slices m
-// block     8 consumer warps, and producers that copy weights into a circular buffer of stages, as far ahead as it
-//           reaches: on Hopper one thread by bulk copies, elsewhere four warps by cp.async
+// block     8 arithmetic warps. On Hopper a further thread copies weights into a circular buffer of stages, by bulk copies, as
+//           far ahead as it reaches; elsewhere a warp loads its weights of the next GEMM to registers
 // thread    owns channel pairs of the group when it reads, normalises and writes the GEMM's input; how a GEMM is
 //           divided among the warps: resident_solo.cuh
 // messages  block (m, k) publishes its partial sum of every output; a reader of a value reads its 8 partial sums. The
@@ -23,54 +23,12 @@
 
 namespace dpa::kernels::unet1d {
 
-// Where a GEMM's weights of a block lie: `merged` slices of the packed tiles, of whose rows each step along K has `run`
-// bytes; in the buffer a step's rows of all slices follow one another.
-struct WeightSource {
-  const uint8_t* from;  // of the first slice
-  uint32_t apart;       // bytes from slice to slice
-  int run_log2, merged_log2;
-  __device__ WeightSource(const Arguments& a, const StreamedWeights& w, int segment, int bytes) {
-    const int merged = a.layout.merged_log2, m = blockIdx.x / kSlicesIn, k = blockIdx.x % kSlicesIn;
-    const uint32_t slice = static_cast<uint32_t>(bytes) >> merged;
-    from = a.weights + w.from[segment] + static_cast<int64_t>((m << merged) * kSlicesIn + k) * slice;
-    apart = slice * kSlicesIn, merged_log2 = merged;
-    run_log2 = w.row_tiles_log2 - merged + 31 - __clz(a.layout.tile_bytes);
-  }
-  // The byte at `offset` of the block's share.
-  __device__ const uint8_t* operator()(uint32_t offset) const {
-    const uint32_t run = offset >> run_log2, slice = run & ((1u << merged_log2) - 1);
-    return from + (slice * apart + ((run >> merged_log2) << run_log2) + (offset & ((1u << run_log2) - 1)));
-  }
-};
-
-// A stage of the buffer is filled: by a bulk copy of one thread; or by a warp's cp.async, 16 bytes a lane, whose end the
-// barrier counts for each lane.
-__device__ __forceinline__ void fill_stage(const WeightSource& source, int at, int size, uint32_t to, uint32_t full,
-                                           uint64_t policy) {
-  if constexpr (kBulk) {
-    ptx::barrier_expect(full, size);
-    ptx::copy_bulk(to, source.from + at, size, full, policy);
-  } else {
-    const int lane = threadIdx.x % 32 * 16;
-    if (size == kStageBytes && source.merged_log2 == 0) {
-      const uint8_t* from = source.from + at + lane;
-#pragma unroll
-      for (int i = 0; i < kStageBytes; i += 512) ptx::copy_async_16(to + lane + i, from + i, policy);
-    } else {
-#pragma unroll 4
-      for (int i = lane; i < size; i += 512) ptx::copy_async_16(to + i, source(at + i), policy);
-    }
-    ptx::barrier_arrive_async(full);
-  }
-}
-
-// The producers stream the slices of every GEMM, in order, for every step: one thread by bulk copies, or four warps, a
-// stage each in turns, for a warp takes 500 clocks a stage.
+// On Hopper one thread streams the slices of every GEMM, in order, for every step.
 __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint32_t full, uint32_t empty) {
   const ResidentLayout& y = a.layout;
   // What streams must not push the messages out of L2; a first part of the weights may stay there from step to step.
   const uint64_t pass = ptx::evict_first_policy(), keep = ptx::evict_last_policy();
-  int stage = 0, phase = 1, turn = static_cast<int>(threadIdx.x / 32) % kProducerWarps;
+  int stage = 0, phase = 1;
   for (int step = 0; step < a.steps; step++) {
     for (int i = 1; i <= y.count; i++) {
       const StreamedWeights& w = y.weights[i];
@@ -78,23 +36,17 @@ __device__ inline void stream_weights(const Arguments& a, uint8_t* buffer, uint3
         const int bytes = w.tiles[s] * y.tile_bytes;
         const bool some_kept = w.from[s] >= y.kept_begin && w.from[s] < y.kept_end;
         int until_kept = 0;
-        const WeightSource source(a, w, s, bytes);
+        const uint8_t* from = a.weights + w.from[s] + static_cast<int64_t>(blockIdx.x) * bytes;
         for (int at = 0; at < bytes; at += kStageBytes) {
           const int size = min(kStageBytes, bytes - at);
-          if (kBulk || turn == 0) {
-            if constexpr (kBulk) {
-              ptx::barrier_wait(empty + stage * 8, phase);
-              // What polls read queues behind copies under way.
-              const int before = stage - y.at_once;
-              ptx::barrier_wait(full + (before < 0 ? before + y.stages : before) * 8, before < 0 ? phase : phase ^ 1);
-            } else {  // the consumers need the issue slots
-              while (!ptx::barrier_test(empty + stage * 8, phase)) __nanosleep(40);
-            }
-            fill_stage(source, at, size, ptx::shared_address(buffer + stage * kStageBytes), full + stage * 8,
-                       some_kept && until_kept == 0 ? keep : pass);
-          }
+          ptx::barrier_wait(empty + stage * 8, phase);
+          // What polls read queues behind copies under way.
+          const int before = stage - y.at_once;
+          ptx::barrier_wait(full + (before < 0 ? before + y.stages : before) * 8, before < 0 ? phase : phase ^ 1);
+          ptx::barrier_expect(full + stage * 8, size);
+          ptx::copy_bulk(ptx::shared_address(buffer + stage * kStageBytes), from + at, size, full + stage * 8,
+                         some_kept && until_kept == 0 ? keep : pass);
           until_kept = (until_kept ? until_kept : y.kept_every) - 1;
-          turn = (turn + kProducerWarps - 1) % kProducerWarps;
           if (++stage == y.stages) stage = 0, phase ^= 1;
         }
       }
@@ -107,15 +59,17 @@ template <class Weight, int kPairs, SoloForm kForm>
 __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];  // on Hopper
   const ResidentLayout& y = a.layout;
   const int tid = threadIdx.x, m = blockIdx.x / kSlicesIn, k = blockIdx.x % kSlicesIn, width = a.channels / kSlicesIn;
-  if (tid == 0) {
-    for (int i = 0; i < y.stages; i++) {
-      ptx::barrier_init(full + i, kBulk ? 1 : 32);
-      ptx::barrier_init(empty + i, kConsumerWarps);
+  if constexpr (kBulk) {
+    if (tid == 0) {
+      for (int i = 0; i < y.stages; i++) {
+        ptx::barrier_init(full + i, 1);
+        ptx::barrier_init(empty + i, kConsumerWarps);
+      }
+      cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
     }
-    if constexpr (kBulk) cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   auto floats_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
   for (int i = tid; i < a.taps * a.actions * width; i += blockDim.x)
@@ -135,9 +89,10 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
   for (int i = tid; i < words; i += blockDim.x) reinterpret_cast<uint32_t*>(shared + y.descriptors)[i] = descriptors[i];
   __syncthreads();
   if (tid >= kThreads) {
-    if constexpr (kBulk) ptx::registers_decrease<24>();
-    if (!kBulk || tid == kThreads)
-      stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
+    if constexpr (kBulk) {
+      ptx::registers_decrease<24>();
+      if (tid == kThreads) stream_weights(a, shared + y.buffer, ptx::shared_address(full), ptx::shared_address(empty));
+    }
   } else {
     if constexpr (kBulk) ptx::registers_increase<240>();
     // Kept on Hopper with one pair a thread: with more, which want registers for weights, it costs more than it saves.
@@ -169,16 +124,15 @@ __global__ void __launch_bounds__(kBlock, 1) resident_kernel(const __grid_consta
 /// Launches the kernel for the layout's pairs, which are one of `kPairs`.
 template <class Weight, SoloForm kForm, int... kPairs>
 cudaError_t launch_pairs(const Arguments& a, cudaStream_t stream) {
-  LaunchConfig config(a.layout.blocks, kBlock, stream, a.layout.shared_bytes);
+  LaunchConfig config(a.layout.blocks, a.layout.threads, stream, a.layout.shared_bytes);
   return dispatch_value<kPairs...>(a.layout.pairs, [&](auto pairs) {
     return config.cooperative().launch(resident_kernel<Weight, pairs.value, kForm>, a);
   });
 }
 
-template <class Weight>
+template <class Weight, SoloForm kForm>
 cudaError_t launch_resident(const Arguments& a, cudaStream_t stream) {
-  return a.layout.parts ? launch_pairs<Weight, SoloForm::kParts, 1, 2, 3, 4>(a, stream)
-                        : launch_pairs<Weight, SoloForm::kPlain, 1, 2, 3, 4>(a, stream);
+  return launch_pairs<Weight, kForm, 1, 2, 3, 4>(a, stream);
 }
 
 }  // namespace dpa::kernels::unet1d

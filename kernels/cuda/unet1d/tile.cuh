@@ -60,8 +60,11 @@ struct Tile {
   static __device__ __forceinline__ void multiply(Sum& sum, const A& a, const B& b) {
     ptx::mma<Weight>(sum.v, a.v, b.v[0], b.v[1]);
   }
-  // A lane's part of a tile, by its address in shared memory.
+  // A lane's part of a tile, by its address in shared memory; or in global memory, of what the kernel does not write.
   static __device__ __forceinline__ Raw load_at(uint32_t address) { return {ptx::load_shared_16(address)}; }
+  static __device__ __forceinline__ Raw load_at(const uint8_t* address, uint64_t policy) {
+    return {ptx::load_stream_16(address, policy)};
+  }
 };
 
 // Their scales are applied to the sums.
@@ -82,6 +85,9 @@ struct Tile<__nv_fp8_e4m3> : Tile<__half> {
     return widen_raw(load_raw(tile, lane, true));
   }
   static __device__ __forceinline__ Raw load_at(uint32_t address) { return ptx::load_shared_8(address); }
+  static __device__ __forceinline__ Raw load_at(const uint8_t* address, uint64_t policy) {
+    return ptx::load_stream_8(address, policy);
+  }
 };
 
 // The tile's high halves, then its low ones; and so the activations.
@@ -124,6 +130,9 @@ struct Tile<float> {
   }
   static __device__ __forceinline__ Raw load_at(uint32_t address) {
     return {ptx::load_shared_16(address), ptx::load_shared_16(address + 512)};
+  }
+  static __device__ __forceinline__ Raw load_at(const uint8_t* address, uint64_t policy) {
+    return {ptx::load_stream_16(address, policy), ptx::load_stream_16(address + 512, policy)};
   }
 };
 

@@ -156,8 +156,8 @@ double path_time(const Plan& plan, int batch, int horizon, Path path, const Devi
   switch (path) {
     case Path::kResident: {
       // The latency of a layer grows with the channel pairs of a thread; most of what is read, is read meanwhile.
-      // kOther: code of 8.0, which holds no weights in registers. kLeast: of `read`, whose reading is an H100's.
-      constexpr double kGemm = 1.16, kPairs = 0.55, kColumnTile = 0.25, kBesides = 0.3, kOther = 1.4, kLeast = 0.8;
+      // kOther: code of 8.0, whose weights come from memory. kLeast: of `read`, whose reading is an H100's.
+      constexpr double kGemm = 1.16, kPairs = 0.55, kColumnTile = 0.25, kBesides = 0.3, kOther = 1.2, kLeast = 0.8;
       const ResidentLayout r = resident_layout(plan, horizon, device);
       double time = gemms * (kGemm + kPairs * r.pairs) * (device.hopper ? 1 : kOther) + kBesides * read;
       for (int i = 1; i <= r.count && plan.dtype == DType::kFloat32; i++) time += kColumnTile * (r.solo[i].shape & 15);

@@ -55,7 +55,7 @@ struct Maker {
     const int least = ceil_div(s.columns, 8), column_tiles = least + (least > 2 && least % 2);
     s.shape = t.row_tiles << 4 | column_tiles;
     StreamedWeights& w = r.weights[i];
-    w.num_segments = conv.num_segments, w.row_tiles_log2 = log2_of(t.row_tiles);
+    w.num_segments = conv.num_segments;
     for (int k = 0; k < conv.num_segments; k++) {
       w.from[k] = conv.segments[k].weights;
       s.steps[k] = conv.segments[k].taps * s.steps_per_tap, w.tiles[k] = s.steps[k] * t.row_tiles;
@@ -137,8 +137,10 @@ struct Maker {
     }
     constexpr int kStatic = 4096;
     r.buffer = take.at;
-    r.stages = std::min(kMaxBufferBytes, device.shared_bytes - kStatic - r.buffer) / r.stage_bytes;
-    r.shared_bytes = r.buffer + r.stages * r.stage_bytes;
+    const int left = device.shared_bytes - kStatic - r.buffer;
+    r.stages = bulk ? std::min(kMaxStages, left / kStageBytes) : 0;
+    r.shared_bytes = r.buffer + r.stages * kStageBytes;
+    r.fits = left >= (bulk ? solo_stages(r.pairs) * kStageBytes : 0);
   }
 };
 
@@ -153,18 +155,20 @@ int stages_at_once(const ResidentLayout& r, const Plan& plan) {
   return r.pairs == 3 || (r.pairs == 1 && plan.dtype == DType::kFloat8E4M3) ? 1 : 2;
 }
 
-// Which weights are asked to stay in L2 from step to step. Where memory's bandwidth decides, which it does in the wide
+// Weights that are asked to stay in L2 from step to step.
+constexpr int64_t kKept = 14 << 20;
+
+// Which they are on Hopper. Where memory's bandwidth decides, which it does in the wide
 // layers, a part of every wide layer, but for those that the circular buffers hold when a step comes to them. Otherwise
 // the first ones. A larger network gains nothing by it.
 void keep_weights(ResidentLayout& r, const Plan& plan) {
-  constexpr int64_t kKept = 14 << 20;
   if (plan.tile_bytes >= kMemoryBound) return;
   r.kept_end = 16 << 20;
   if (plan.dtype == DType::kFloat8E4M3) return;
   auto bytes = [&](const StreamedWeights& w) {
     return int64_t{w.tiles[0] + (w.num_segments == 2 ? w.tiles[1] : 0)} * r.tile_bytes * r.blocks;
   };
-  int64_t widest = 0, buffered = int64_t{r.stages} * r.stage_bytes * r.blocks;
+  int64_t widest = 0, buffered = int64_t{r.stages} * kStageBytes * r.blocks;
   for (int i = 1; i <= r.count; i++) widest = std::max(widest, bytes(r.weights[i]));
   int64_t begin = -1, end = 0;
   for (int i = 1; i <= r.count; i++) {
@@ -192,7 +196,7 @@ ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& devi
   while (!bulk && slices_out > 1 && slices_out * kSlicesIn > device.multiprocessors) slices_out /= 2, r.merged_log2++;
   if (slices_out << r.merged_log2 != plan.slices_out) return r;
   r.blocks = slices_out * kSlicesIn;
-  r.stage_bytes = bulk ? kBulkStageBytes : kAsyncStageBytes;
+  r.threads = (kConsumerWarps + (bulk ? kProducerWarps : 0)) * 32;
   r.tile_bytes = 256 * element_bytes(plan.dtype);
   r.halo = std::max(c.kernel_size / 2, 1);
   r.count = static_cast<int>(plan.convs.size());
@@ -202,20 +206,21 @@ ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& devi
     return r;
   head.bias = static_cast<int>(plan.head.bias), head.other_bias = static_cast<int>(plan.head.residual_bias);
   head.norm = static_cast<int>(plan.head.norm), head.film = static_cast<int>(plan.head.film);
-  int most = head.pairs, rows = 1;
+  int most = head.pairs;
   for (int i = 1; i <= r.count; i++) {
     if (!make.describe(i, plan.convs[i - 1])) return r;
-    most = std::max(most, r.solo[i].pairs), rows = std::max(rows, r.solo[i].shape >> 4);
+    most = std::max(most, r.solo[i].pairs);
   }
   r.pairs = make.choose_pairs(ceil_div(most, kThreads));
   if (r.pairs == 0) return r;
   make.place_shared(device);
   make.place_messages();
-  r.at_once = stages_at_once(r, plan);
-  keep_weights(r, plan);
-  const int least =
-      std::max(bulk ? solo_stages(r.pairs) * kBulkStageBytes : kMinAsyncBuffer, kConsumerWarps * rows * r.tile_bytes);
-  r.fits = r.stages * r.stage_bytes >= least && r.tile_bytes * kConsumerWarps <= r.stage_bytes;
+  if (bulk) {
+    r.at_once = stages_at_once(r, plan);
+    keep_weights(r, plan);
+  } else {
+    r.kept_part = std::min(1.0f, static_cast<float>(kKept) / static_cast<float>(plan.tile_bytes));
+  }
   return r;
 }
 

@@ -5,11 +5,7 @@
 namespace dpa::kernels::unet1d {
 
 constexpr int kConsumerWarps = 8;
-// Of the circular buffer through which weights stream: bytes of a stage, filled by a bulk copy or by a warp's cp.async.
-constexpr int kBulkStageBytes = 16384, kAsyncStageBytes = 8192;
-constexpr int kMinAsyncBuffer = 6 * kAsyncStageBytes;
-constexpr int kMaxBufferBytes = 13 * kBulkStageBytes;
-constexpr int kMaxStages = kMaxBufferBytes / kAsyncStageBytes;
+constexpr int kStageBytes = 16384, kMaxStages = 13;  // of the circular buffer through which weights stream on Hopper
 constexpr int kProducerWarps = 4;  // of bulk copies a thread would do, but registers move between groups of four warps
 constexpr int kSlicesIn = 8;       // slices of the input channels
 constexpr int kMostGroups = 4;     // GroupNorm groups of a slice: one, two or four
@@ -18,11 +14,12 @@ constexpr int kMostGroups = 4;     // GroupNorm groups of a slice: one, two or f
 // slice of the packed tiles.
 constexpr int kSoloShareFloats = 320;
 
-/// Tiles of weights that a thread of the one-sample kernel on Hopper holds before it multiplies, and the stages that its
-/// block takes at once for it, or more.
-constexpr int solo_held_tiles(int pairs, int weight_bytes) {
-  if (weight_bytes == 4) return pairs == 1 ? 4 : 0;
-  return pairs > 3 ? 0 : pairs <= 2 ? 20 : weight_bytes == 1 ? 8 : 4;
+/// Tiles of weights that a thread of the one-sample kernel holds before it multiplies, as many as registers allow: on
+/// Hopper, out of the circular buffer, and of that the stages that its block takes at once for it, or more; elsewhere,
+/// where they come from memory.
+constexpr int solo_held_tiles(bool bulk, int pairs, int weight_bytes) {
+  const int words = pairs <= 2 ? 20 : 16;  // of 16 bytes
+  return weight_bytes == 4 ? words / 2 : weight_bytes == 2 ? words : bulk ? 20 : 2 * words;
 }
 constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : 4; }
 
@@ -32,7 +29,7 @@ constexpr int solo_least_pairs(int row_tiles, int column_tiles) {
   return tiles > 8 ? 0 : column_tiles == 1 || tiles == 2 ? 1 : tiles == 4 ? 2 : column_tiles < 8 ? 3 : 4;
 }
 
-/// Whether the one-sample kernel for so many channel pairs a thread has code for a GEMM of these tiles. Without bulk copies
+/// Whether the one-sample kernel for so many channel pairs a thread has code for a GEMM of these tiles. Not on Hopper
 /// slices may be merged, so that a block has more rows than its threads have pairs.
 constexpr bool solo_has_shape(bool bulk, bool wide, int pairs, int row_tiles, int column_tiles) {
   const int least = solo_least_pairs(row_tiles, column_tiles);
@@ -51,7 +48,6 @@ struct StreamedWeights {
   int64_t from[2];  // byte offset of the segment; a block's slice follows the previous block's
   int tiles[2];     // 16 x 16 tiles of a slice
   int num_segments;
-  int row_tiles_log2;
 };
 
 /// One GEMM in a block's share, of 16 times its row tiles output channels and one slice of input channels, with all sizes
@@ -83,13 +79,15 @@ struct ResidentLayout {
   int pairs = 0;  // channel pairs a thread finishes: 1 to 4
   int blocks = 0, halo = 0;
   int merged_log2 = 0;  // slices of the packed tiles' output channels that a block owns, where there are fewer blocks
-  int stage_bytes = 0;
-  int at_once = 0;  // stages that bulk copies fill at a time, at most
-  int share = 0;    // floats of a warp's partial sums, not on Hopper
+  int threads = 0;      // of a block
+  int at_once = 0;      // stages that bulk copies fill at a time, at most
+  int share = 0;        // floats of a warp's partial sums, not on Hopper
   int tile_bytes = 0;
-  // Of the packed tiles between these offsets, one stage in `kept_every` of a block's slice is asked to stay in L2.
+  // Of the packed tiles between these offsets, one stage in `kept_every` of a block's slice is asked to stay in L2; not on
+  // Hopper, a part of all tiles.
   int64_t kept_begin = 0, kept_end = 0;
   int kept_every = 1;
+  float kept_part = 0.0f;
   int64_t tail_message = 0;   // words (slices of the output, slices_in, B T A)
   int64_t message_words = 0;  // of all
   // Byte offsets in shared memory.
@@ -101,7 +99,7 @@ struct ResidentLayout {
 };
 
 /// The layout for calls of one sample. On Hopper weights come by bulk copies and a block has one slice of the packed
-/// tiles; elsewhere by cp.async, and a block has as many slices as let all blocks be present at once.
+/// tiles; elsewhere they come to registers, and a block has as many slices as let all blocks be present at once.
 ResidentLayout resident_layout(const Plan& plan, int horizon, const Device& device);
 
 }  // namespace dpa::kernels::unet1d
