@@ -210,6 +210,8 @@ TEST(Resident, ItsPartsFitTheDevice) {
                                     ", horizon " + std::to_string(horizon);
           EXPECT_EQ(y.blocks << y.merged_log2, plan.slices_out * plan.slices_in) << where;
           EXPECT_LE(y.shared_bytes, d.shared_bytes) << where;
+          const int read = y.pairs * (256 >> y.solo[0].half_log2) + config.kernel_size / 2;  // by the first convolution
+          EXPECT_LE(y.sample + read * config.action_dim * 4, y.shared_bytes) << where;
           EXPECT_LE(y.stages, kMaxStages) << where;
           EXPECT_EQ(y.stages > 0, d.hopper) << where;  // elsewhere no weights go through shared memory
           EXPECT_EQ(y.at_once > 0, d.hopper) << where;

@@ -126,7 +126,10 @@ struct Maker {
     r.head = take(taps * width * 4);
     r.head_residual = take(c.action_dim * width * 4);
     r.tail = take(c.action_dim * (width + 1) * 4);
-    r.sample = take(horizon * c.action_dim * 4 + 2 * around) + around;
+    // The first convolution reads rows of all of a thread's pairs, also where some lie behind the times. On Hopper the
+    // circular buffer follows.
+    const int rows = bulk ? horizon : std::max(horizon, r.pairs * (kThreads >> r.solo[0].half_log2));
+    r.sample = take(rows * c.action_dim * 4 + 2 * around) + around;
     r.descriptors = take((r.count + 1) * static_cast<int>(sizeof(SoloLayer)));
     for (int i = 0; i <= r.count; i++) {
       SoloLayer& s = r.solo[i];
