@@ -222,8 +222,9 @@ TEST(Resident, ItsPartsFitTheDevice) {
             const int rows = y.solo[l].shape >> 4, columns = y.solo[l].columns;
             const int share = d.hopper ? kSoloShareFloats * y.pairs : y.share;
             EXPECT_LE(columns * (16 * rows + 4), share) << where;
-            if (d.hopper)
+            if (d.hopper) {
               EXPECT_LE(kConsumerWarps * rows * y.tile_bytes, y.stages * kStageBytes) << where;  // a step of all warps
+            }
             EXPECT_EQ(rows << log2_of(y.blocks / kSlicesIn), y.solo[l].channels / 16) << where;
           }
         }

@@ -72,6 +72,11 @@ struct SoloWeights : SoloInputs<Weight, kPairs, kForm> {
     return Base::base + (n < l.columns ? n : 0) * l.stride + Base::lane_part();
   }
 
+  // Where the activations of a segment's step will be.
+  __device__ __forceinline__ uint32_t input_at(const SoloLayer& l, int segment, int s) const {
+    return l.input + (segment ? l.first[1] : l.first[0]) + s * kStepBytes + (s * l.steps_inverse >> 16) * l.tap_bytes;
+  }
+
   // On Hopper: the first tiles out of the circular buffer.
   template <int kRows>
   __device__ __forceinline__ void take_held(const SoloLayer& l, HeldWeights& held) {
@@ -83,15 +88,13 @@ struct SoloWeights : SoloInputs<Weight, kPairs, kForm> {
     __syncwarp();
     const uint32_t tiles = Base::base + a.layout.buffer + lane * Math::kLaneBytes;
     int s = warp, at = pipeline.stage * kStageBytes + warp * kStep;
-    const uint32_t input = l.input + l.first[0];
     if (at >= buffer_bytes) at -= buffer_bytes;
 #pragma unroll
     for (int i = 0; i < kHeld<kRows>; i++) {
       if (i == kShort<kRows> && steps <= kShort<kRows> * kConsumerWarps) break;
 #pragma unroll
       for (int r = 0; r < kRows; r++) held.tiles[i * kRows + r] = Math::load_at(tiles + at + r * Math::kBytes);
-      const int real = min(s, steps - 1);  // a warp without this step loads what it does not use
-      const uint32_t offset = input + real * kStepBytes + (real * l.steps_inverse >> 16) * l.tap_bytes;
+      const uint32_t offset = input_at(l, 0, min(s, steps - 1));  // a warp without this step loads what it does not use
       held.inputs[i / 2] = i % 2 ? held.inputs[i / 2] | offset << 16 : offset;
       s += kConsumerWarps, at += kRound;
       // Less the buffer's length where it is behind its end: else that is a huge number.
@@ -155,23 +158,25 @@ struct SoloWeights : SoloInputs<Weight, kPairs, kForm> {
       load_step<kRows>(held, i, from, warp + i * kConsumerWarps);
     }
   }
-  __device__ __forceinline__ void load_any(const SoloLayer& l, int layer, HeldWeights& held) const {
+  // Calls `f` with a layer's row tiles. One branch each costs less than a jump by a table.
+  template <class F>
+  static __device__ __forceinline__ void with_rows(const SoloLayer& l, F f) {
     const int rows = l.shape >> 4;
     if (rows == 2)
-      load_steps<2>(held, layer, 0, l.steps[0]);
+      f(std::integral_constant<int, 2>());
     else if (rows == 1)
-      load_steps<1>(held, layer, 0, l.steps[0]);
+      f(std::integral_constant<int, 1>());
     else if (rows == 4)
-      load_steps<4>(held, layer, 0, l.steps[0]);
-    else if (rows == 8)
-      load_steps<8>(held, layer, 0, l.steps[0]);
-    else
-      load_steps<16>(held, layer, 0, l.steps[0]);
+      f(std::integral_constant<int, 4>());
+    else if (kBulk || rows == 8)
+      f(std::integral_constant<int, 8>());
+    else if constexpr (!kBulk)
+      f(std::integral_constant<int, 16>());
   }
-  // Where a step's activations will be; those of the steps that are held from round `done` on.
-  __device__ __forceinline__ uint32_t input_at(const SoloLayer& l, int segment, int s) const {
-    return l.input + (segment ? l.first[1] : l.first[0]) + s * kStepBytes + (s * l.steps_inverse >> 16) * l.tap_bytes;
+  __device__ __forceinline__ void load_any(const SoloLayer& l, int layer, HeldWeights& held) const {
+    with_rows(l, [&](auto rows) { load_steps<rows.value>(held, layer, 0, l.steps[0]); });
   }
+  // The same of the steps that are held from round `done` on.
   template <int kRows>
   __device__ __forceinline__ void find_inputs(const SoloLayer& l, int segment, int done, int steps,
                                               HeldWeights& held) const {
@@ -204,18 +209,7 @@ struct SoloWeights : SoloInputs<Weight, kPairs, kForm> {
   }
   template <class Poll>
   __device__ __forceinline__ void hold_any(const SoloLayer& l, HeldWeights& held, Poll poll) {
-    // One branch each costs less than a jump by a table.
-    const int rows = l.shape >> 4;
-    if (rows == 2)
-      hold<2>(l, held, poll);
-    else if (rows == 1)
-      hold<1>(l, held, poll);
-    else if (rows == 4)
-      hold<4>(l, held, poll);
-    else if (kBulk || rows == 8)
-      hold<8>(l, held, poll);
-    else if constexpr (!kBulk)
-      hold<16>(l, held, poll);
+    with_rows(l, [&](auto rows) { hold<rows.value>(l, held, poll); });
   }
 
   template <int kRows, int kColumns>

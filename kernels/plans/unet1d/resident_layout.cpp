@@ -161,9 +161,8 @@ int stages_at_once(const ResidentLayout& r, const Plan& plan) {
 // Weights that are asked to stay in L2 from step to step.
 constexpr int64_t kKept = 14 << 20;
 
-// Which they are on Hopper. Where memory's bandwidth decides, which it does in the wide
-// layers, a part of every wide layer, but for those that the circular buffers hold when a step comes to them. Otherwise
-// the first ones. A larger network gains nothing by it.
+// On Hopper, where memory's bandwidth decides, which it does in the wide layers, a part of every wide layer, but for those
+// that the circular buffers hold when a step comes to them. Otherwise the first ones. A larger network gains nothing by it.
 void keep_weights(ResidentLayout& r, const Plan& plan) {
   if (plan.tile_bytes >= kMemoryBound) return;
   r.kept_end = 16 << 20;
