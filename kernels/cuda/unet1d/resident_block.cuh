@@ -164,15 +164,14 @@ struct Block {
     if constexpr (kWide) {
 #pragma unroll
       for (int i = 0; i < Columns; i++) ptx::load_matrix_x4(b[i].v, rows[i] + offset);
-    } else if constexpr (Columns == 1) {
-      ptx::load_matrix_x2(b[0].v, rows[0] + offset);
     } else {
 #pragma unroll
-      for (int i = 0; i < Columns; i += 2) {
+      for (int i = 0; i + 1 < Columns; i += 2) {
         uint32_t words[4];
         ptx::load_matrix_x4(words, rows[i] + offset);
         b[i].v[0] = words[0], b[i].v[1] = words[1], b[i + 1].v[0] = words[2], b[i + 1].v[1] = words[3];
       }
+      if constexpr (Columns % 2) ptx::load_matrix_x2(b[Columns - 1].v, rows[Columns - 1] + offset);
     }
   }
 

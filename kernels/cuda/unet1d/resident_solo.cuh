@@ -126,8 +126,9 @@ struct Solo : SoloWeights<Weight, kPairs, kForm> {
     // The wider a layer the more often it comes. One branch each costs less than a jump by a table.
     try_shape<4, 1>(l, held, layer) || try_shape<2, 1>(l, held, layer) || try_shape<1, 2>(l, held, layer) ||
         try_shape<1, 1>(l, held, layer) || try_shape<8, 1>(l, held, layer) || try_shape<2, 2>(l, held, layer) ||
-        try_shape<1, 4>(l, held, layer) || try_shape<4, 2>(l, held, layer) || try_shape<2, 4>(l, held, layer) ||
-        try_shape<1, 6>(l, held, layer) || try_shape<1, 8>(l, held, layer) || try_shape<16, 1>(l, held, layer);
+        try_shape<1, 4>(l, held, layer) || try_shape<4, 2>(l, held, layer) || try_shape<2, 3>(l, held, layer) ||
+        try_shape<2, 4>(l, held, layer) || try_shape<1, 6>(l, held, layer) || try_shape<1, 8>(l, held, layer) ||
+        try_shape<16, 1>(l, held, layer);
   }
 
   __device__ __forceinline__ void run() {

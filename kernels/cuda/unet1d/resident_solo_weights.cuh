@@ -110,11 +110,10 @@ struct SoloWeights : SoloInputs<Weight, kPairs, kForm> {
     // for: each held tile is used first.
     uint32_t seen = 0;
 #pragma unroll
-    for (int i = 0; i < kFirst * kRows; i++) seen |= reinterpret_cast<const uint32_t&>(held.tiles[i]);
+    for (int i = 0; i < kFirst * kRows; i++) seen |= Math::word_of_each_load(held.tiles[i]);
     if (steps > kFirst * kConsumerWarps) {
 #pragma unroll
-      for (int i = kFirst * kRows; i < kHeld<kRows> * kRows; i++)
-        seen |= reinterpret_cast<const uint32_t&>(held.tiles[i]);
+      for (int i = kFirst * kRows; i < kHeld<kRows> * kRows; i++) seen |= Math::word_of_each_load(held.tiles[i]);
     }
     ptx::wait_for(seen);
     pipeline.release(lane, stages);

@@ -51,6 +51,8 @@ struct Tile {
     return valid ? load(tile, lane) : Raw{};
   }
   static __device__ __forceinline__ A widen_raw(const Raw& raw) { return raw; }
+  // Of what each load brought a word, or several combined: there when all are.
+  static __device__ __forceinline__ uint32_t word_of_each_load(const Raw& raw) { return raw.v.x; }
   // The column's 16 channels: this lane needs channels 2 q, 2 q + 1, 2 q + 8, 2 q + 9 with q = lane % 4.
   template <class Get>
   static __device__ __forceinline__ B load_b(Get get, int lane) {
@@ -81,6 +83,7 @@ struct Tile<__nv_fp8_e4m3> : Tile<__half> {
     ptx::widen_e4m3(second, raw.y);
     return {{first[0], first[1], second[0], second[1]}};
   }
+  static __device__ __forceinline__ uint32_t word_of_each_load(const Raw& raw) { return raw.x; }
   static __device__ __forceinline__ A load(const uint8_t* tile, int lane) {
     return widen_raw(load_raw(tile, lane, true));
   }
@@ -111,6 +114,7 @@ struct Tile<float> {
     return valid ? Raw{at[0], at[32]} : Raw{};
   }
   static __device__ __forceinline__ A widen_raw(const Raw& raw) { return raw; }
+  static __device__ __forceinline__ uint32_t word_of_each_load(const Raw& raw) { return raw.high.x | raw.low.x; }
   static __device__ __forceinline__ A load(const uint8_t* tile, int lane) { return load_raw(tile, lane, true); }
   static __device__ __forceinline__ void split(float x, float y, uint32_t& high, uint32_t& low) {
     split_pair(x, y, math::kActivationScale, high, low);

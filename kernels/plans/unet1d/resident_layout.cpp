@@ -52,7 +52,8 @@ struct Maker {
     s.skip_bytes = t.in_steps * 16 * kElement;
     s.pitch = (s.steps_per_tap * 16 + 8) * kElement, s.tap_bytes = s.pitch - s.steps_per_tap * 16 * kElement;
     s.stride = conv.stride * s.pitch;
-    const int least = ceil_div(s.columns, 8), column_tiles = least + (least > 2 && least % 2);
+    const int least = ceil_div(s.columns, 8),
+              column_tiles = least < 3 || (least == 3 && t.row_tiles == 2) ? least : least + least % 2;
     s.shape = t.row_tiles << 4 | column_tiles;
     StreamedWeights& w = r.weights[i];
     w.num_segments = conv.num_segments;

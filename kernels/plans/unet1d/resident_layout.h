@@ -26,7 +26,7 @@ constexpr int solo_stages(int pairs) { return pairs <= 2 ? 5 : 4; }
 /// The least channel pairs a thread of a one-sample kernel that has code for a GEMM of these tiles; 0: none has.
 constexpr int solo_least_pairs(int row_tiles, int column_tiles) {
   const int tiles = row_tiles * column_tiles;
-  return tiles > 8 ? 0 : column_tiles == 1 || tiles == 2 ? 1 : tiles == 4 ? 2 : column_tiles < 8 ? 3 : 4;
+  return tiles > 8 ? 0 : column_tiles == 1 || tiles == 2 ? 1 : tiles == 4 ? 2 : tiles == 6 || row_tiles == 4 ? 3 : 4;
 }
 
 /// Whether the one-sample kernel for so many channel pairs a thread has code for a GEMM of these tiles. Not on Hopper
