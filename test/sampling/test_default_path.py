@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dpa
+from dpa.packed.unet import PackedUnet
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -78,6 +79,23 @@ def test_what_one_op_would_pass_over_runs_step_by_step(device, change, recwarn):
     change(unet)
     assert same_path(unet, call, False)
     assert not [w for w in recwarn if "DiffusionSampler" in str(w.message)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_check_runs_what_a_call_runs(device, batch, monkeypatch):
+    """No kernel for batches where one sample is called: some drivers compile them for seconds."""
+    seen, own = [], PackedUnet.__call__
+
+    def counted(self, sample, *args, **conditions):
+        seen.append(len(sample))
+        return own(self, sample, *args, **conditions)
+
+    monkeypatch.setattr(PackedUnet, "__call__", counted)
+    unet, call = case(device)
+    call = {name: value[:batch] for name, value in call.items()}
+    assert same_path(unet, call, True)
+    assert seen == ([1, 1] if batch == 1 else [2])
+    assert same_path(case(device, Doubled)[0], call, False)
 
 
 def test_another_forward_runs_step_by_step(device):

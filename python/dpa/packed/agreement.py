@@ -69,15 +69,23 @@ def example(network: Network, like: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 
 @torch.no_grad()
-def computes_alike(packed: PackedUnet) -> bool:
-    """Whether a network computes on packed weights what it does itself, on random numbers."""
+def computes_alike(packed: PackedUnet, together: bool) -> bool:
+    """Whether a network computes on packed weights what it does itself, on random numbers.
+
+    ``together``: as a batch, else one after the other, so that what the check runs is what calls of
+    a batch, or of one sample, run: some drivers compile a kernel for seconds before its first use.
+    """
     if not packed.network.called_alike:
         return False
     packed.follow()
     device, dtype = packed.weights.placement
     sample, steps, conditions = example(packed.network, torch.empty((), device=device, dtype=dtype))
     expected = run_network(lambda: packed.unet(sample, steps, **conditions), sample)
-    floats = {name: value.float() for name, value in conditions.items()}
-    got = packed(sample.float(), steps.float(), **floats).to(expected.dtype)
+    calls = [slice(None)] if together else [slice(i, i + 1) for i in range(len(sample))]
+    results = []
+    for part in calls:
+        floats = {name: value[part].float() for name, value in conditions.items()}
+        results.append(packed(sample[part].float(), steps[part].float(), **floats))
+    got = torch.cat(results).to(expected.dtype)
     most = limit(STEP_LIMITS, (dtype, packed.dtype), device)
     return proves(expected) and relative_error(got, expected) <= most

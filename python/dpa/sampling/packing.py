@@ -52,7 +52,7 @@ class Packing:
                 packed.repack()  # or an error that says what was altered
             why = packed.network.tracker.no_one_op()
             check(not fused or why is None, "fused", f"be left out for this network: {why}", True)
-            if fused or (is_plain(packed) and self._agrees(packed)):
+            if fused or (is_plain(packed) and self._agrees(packed, call.shape[0] > 1)):
                 return packed
         except (RuntimeError, TypeError, ValueError) as error:
             if fused is None:
@@ -63,12 +63,12 @@ class Packing:
                 raise
         return None
 
-    def _agrees(self, packed: PackedUnet) -> bool:
+    def _agrees(self, packed: PackedUnet, together: bool) -> bool:
         """Whether the network's own forward computes the same, tried once on random numbers."""
         tried, agreed = self._tried.get(packed, (None, False))
         again = not packed.network.tracker.unchanged() if agreed else packed.stale()
         if tried is not packed.network or again:
-            agreed = computes_alike(packed)
+            agreed = computes_alike(packed, together)
             self._tried[packed] = packed.network, agreed
         return agreed
 
