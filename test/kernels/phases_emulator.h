@@ -247,14 +247,20 @@ DPA_DEVICE float exponential(float x) { return std::exp(x); }
 DPA_DEVICE float inverse_root_exact(float x) { return 1.0f / std::sqrt(x); }
 DPA_DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 
+DPA_DEVICE float load_constant(const float* p) { return *p; }
 DPA_DEVICE uint4 load_message_16(const uint32_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16) std::printf("misaligned load\n"), std::abort();
   return *reinterpret_cast<const uint4*>(p);
+}
+DPA_DEVICE uint2 load_message_8(const uint32_t* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 8) std::printf("misaligned load\n"), std::abort();
+  return *reinterpret_cast<const uint2*>(p);
 }
 DPA_DEVICE uint32_t load_message_word(const uint32_t* p) { return *p; }
 DPA_DEVICE void store_message_word(uint32_t* p, uint32_t v, bool wanted = true) {
   if (wanted) *p = v;
 }
+DPA_DEVICE void store_message_8(uint32_t* p, const uint2& v) { *reinterpret_cast<uint2*>(p) = v; }
 DPA_DEVICE void store_message_16(uint32_t* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 DPA_DEVICE uint4 load_16(const void* p) { return load_message_16(static_cast<const uint32_t*>(p)); }
 DPA_DEVICE void store_16(void* p, const uint4& v) {

@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_global_16(void* address, const uint4& v) {
 
 // Message words between blocks of one grid: not cached in L1, not reordered with accesses to the same word. The pointer's
 // type is the caller's, or void: the compiler's code for addresses depends on it.
-__device__ __forceinline__ uint2 load_message(const uint32_t* address) {
+__device__ __forceinline__ uint2 load_message_8(const uint32_t* address) {
   uint2 value;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(address) : "memory");
   return value;
@@ -143,6 +143,9 @@ __device__ __forceinline__ void store_message_word(T* address, uint32_t value, b
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.relaxed.gpu.global.u32 [%0], %1;\n}" ::"l"(address),
                "r"(value), "r"(static_cast<uint32_t>(wanted))
                : "memory");
+}
+__device__ __forceinline__ void store_message_8(uint32_t* address, const uint2& v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
 }
 template <class T>
 __device__ __forceinline__ void store_message_16(T* address, const uint4& v) {

@@ -70,10 +70,11 @@ DPA_DEVICE long long clock_now() { return clock64(); }
 DPA_DEVICE void pause() { __nanosleep(20); }
 
 using ptx::copy_async_8, ptx::copy_async_line_16, ptx::copy_async_commit, ptx::copy_async_wait;
-using ptx::held, ptx::shared_address, ptx::sync_threads, ptx::arrive_threads;
+using ptx::held, ptx::load_constant, ptx::shared_address, ptx::sync_threads, ptx::arrive_threads;
 using ptx::load_matrix_x4, ptx::load_matrix_x4_transposed, ptx::to_tf32;
-using ptx::load_message_16, ptx::load_message_word, ptx::store_message_16, ptx::store_message_word;
+using ptx::load_message_16, ptx::load_message_8, ptx::load_message_word;
 using ptx::load_shared, ptx::load_shared_16, ptx::load_shared_8, ptx::load_shared_word;
+using ptx::store_message_16, ptx::store_message_8, ptx::store_message_word;
 
 // A value of the type says which one: the host's version has types of its own.
 using Half = __half;

@@ -1,5 +1,6 @@
 // The loop of one block: all phases of all steps.
 #pragma once
+#include "kernels/cuda/unet1d/phases_finish.cuh"
 #include "kernels/cuda/unet1d/phases_gemm.cuh"
 
 namespace dpa::kernels::unet1d::device {
@@ -23,6 +24,10 @@ struct EntryPart {
     if (thread() < kPhaseEntry / 16)
       reinterpret_cast<uint4*>(shared() + a.shared.table + at * kPhaseEntry)[thread()] = part;
   }
+};
+// The phase after this one, and which of the two entries is its.
+struct Next {
+  int phase, at;
 };
 
 template <class Tile>
@@ -124,15 +129,16 @@ struct Loop {
     }
   }
 
-  // The rows of zeros before the first sample and behind each one.
+  // The rows of zeros before the first sample and behind each one: a warp each of these.
   DPA_DEVICE static void zero_edges(const Work& w, uint8_t* slab) {
-    const Divisor by_edges = w.by_edges;
-    const int before = w.p.pad * w.slab_pitch, rows = w.p.times_in * w.slab_pitch, gap = w.sample_pitch - rows,
-              count = (before + w.samples * gap) / 16;
-    for (int i = thread(); i < count; i += kThreads) {
-      const int from = i * 16 - before, b = from < 0 ? 0 : by_edges(from / 16);
-      const int at = from < 0 ? i * 16 : before + (b + 1) * rows + from;
-      *reinterpret_cast<uint4*>(slab + at) = make_uint4(0, 0, 0, 0);
+    const int before = w.p.pad * w.slab_pitch, sample = w.sample_pitch, gap = sample - w.p.times_in * w.slab_pitch,
+              samples = w.samples, own = loaded(thread());
+#pragma unroll 1
+    for (int b = own >> 5; b <= samples; b += kPhaseWarps) {
+      const int end = before + b * sample, from = b == 0 ? 0 : end - gap;
+#pragma unroll 1
+      for (int at = from + (own & 31) * 16; at < end; at += 512)
+        *reinterpret_cast<uint4*>(slab + at) = make_uint4(0, 0, 0, 0);
     }
   }
 
@@ -140,8 +146,19 @@ struct Loop {
     ColumnAt* columns = reinterpret_cast<ColumnAt*>(shared() + w.p.shared.columns);
     fill_columns(w, columns), fill_offsets(w, offsets_of(w, columns));
   }
-  DPA_DEVICE void convolve(const Work& w) {
+  // The next phase's entry comes while the input does: not while the GEMM needs the registers.
+  DPA_DEVICE void convolve(const Work& w, const Next& next) {
     const Phase& p = w.p;
+    const EntryPart entry = EntryPart::load(a, next.phase);
+    const int values = loaded(w.values_each);
+    if (values > 0 && values <= kGroupValues) {
+      mark(1), mark(2), mark(8), mark(3), mark(4);
+      float4* const moments = at<float4>(p.shared.statistics);
+      GroupFinisher<Tile>(a, w).run(step, moments, flag, watch);
+      entry.store(a, next.at);
+      mark(5), mark(6);
+      return;
+    }
     const PhaseKind kind = static_cast<PhaseKind>(loaded(static_cast<int>(p.kind)));
     const bool conv = kind == PhaseKind::kConv, spread = loaded(w.spread),
                finished = loaded(static_cast<int>(p.value.kind)) == static_cast<int>(SourceKind::kFinished);
@@ -168,6 +185,7 @@ struct Loop {
     } else {
       input(w, conv ? slab : nullptr, early, bias);
     }
+    entry.store(a, next.at);
     sync_block();
     mark(5);
     mark(6);
@@ -264,7 +282,7 @@ struct Loop {
     for (int f = 0; f < a.num_phases; f++) {
       sync_block();  // the phase's entry is there, and nobody reads the one before it
       const int at = (step * a.num_phases + f) & 1;
-      const EntryPart next = EntryPart::load(a, f + 1 < a.num_phases ? f + 1 : 0);
+      const Next next = {f + 1 < a.num_phases ? f + 1 : 0, 1 - at};
       Work& w = entry(a, at);
       phase = f;
       const int tiles = w.p.tiles;
@@ -273,14 +291,16 @@ struct Loop {
         if (tile != block()) sync_block();  // the tile before has been read
         mark(0);
         if (w.p.kind == PhaseKind::kSampler) {
+          const EntryPart entry = EntryPart::load(a, next.phase);
           sample(tile);
+          entry.store(a, next.at);
         } else {
           if (tiles > blocks()) fill(w, tile);
-          convolve(w);
+          convolve(w, next);
         }
         mark(7);
       }
-      next.store(a, 1 - at);
+      if (block() >= tiles) EntryPart::load(a, next.phase).store(a, next.at);
     }
   }
   DPA_OUTLINE static void fill(Work& w, int tile, int batch) {

@@ -7,14 +7,21 @@ namespace dpa::kernels::unet1d::device {
 
 constexpr int kThreads = kPhaseWarps * 32;
 
+// Mean and inverse deviation, of sums about a value.
+DPA_DEVICE float4 moments_of(float sum, float squares, float first, float inverse_count) {
+  const float shift = sum * inverse_count, variance = squares * inverse_count - shift * shift;
+  return make_float4(first + shift, inverse_root((variance > 0.0f ? variance : 0.0f) + 1e-5f), 0.0f, 0.0f);
+}
+
 // Sums of (sample, group) pairs about their first value: float4 (sum, sum of squares, first value, -), `parts` a pair.
-// A warp owns a part; a lane adds kVector channels of a row at a time.
+// A warp owns a part; a lane adds kVector channels of a row at a time. Of a pair with one part, its moments.
 template <int kVector>
 DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4* to) {
   const Divisor by_parts = w.by_parts, by_groups = w.by_groups;
   const uint32_t magic = w.p.counted_magic;
   const int groups = w.groups, parts = w.parts, all = w.samples * groups * parts, times = w.p.times_in,
             width = w.p.group_channels, counted = w.p.counted, count = counted * times, lane = thread() & 31;
+  const float inverse_count = w.inverse_count;
   for (int i = thread() >> 5; i < all; i += kPhaseWarps) {
     const int pair = by_parts(i), b = by_groups(pair);
     const float* from = stash + b * times * pitch + (pair - b * groups) * width;
@@ -35,7 +42,9 @@ DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4*
     }
 #pragma unroll
     for (int m = 16; m; m >>= 1) sum += shuffle_xor(sum, m), squares += shuffle_xor(squares, m);
-    if (lane == 0) to[i] = make_float4(sum, squares, first, 0.0f);
+    if (lane > 0) continue;
+    to[i] = make_float4(sum, squares, first, 0.0f);
+    if (parts == 1) to[i] = moments_of(sum, squares, first, inverse_count);
   }
 }
 DPA_DEVICE void statistics(const Work& w, const float* stash, int pitch, float4* to) {
@@ -165,14 +174,16 @@ DPA_DEVICE void make_factors(const Work& w, const float4* statistics, float* to)
     float factor = 0.0f, term = 0.0f;
     if (group < groups) {
       const float4* from = statistics + (b * groups + group) * parts;
-      float sum = 0.0f, squares = 0.0f;
+      float4 moments = from[0];
+      if (parts > 1) {
+        float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-      for (int k = 0; k < kPhaseWarps; k++) {
-        if (k < parts) sum += from[k].x, squares += from[k].y;
+        for (int k = 0; k < kPhaseWarps; k++) {
+          if (k < parts) sum += from[k].x, squares += from[k].y;
+        }
+        moments = moments_of(sum, squares, from[0].z, inverse_count);
       }
-      const float shift = sum * inverse_count, variance = squares * inverse_count - shift * shift;
-      factor = inverse_root((variance > 0.0f ? variance : 0.0f) + 1e-5f) * gamma[c];
-      term = beta[c] - (from[0].z + shift) * factor;
+      factor = moments.y * gamma[c], term = beta[c] - moments.x * factor;
     }
     to[4 * b * n + c] = factor, to[(4 * b + 1) * n + c] = term;
   }

@@ -69,9 +69,10 @@ struct Work {
   int first_channel, real_channels;            // absolute; without padding
   int groups, parts;                           // of the slice; warps that share a (sample, group) pair's statistics
   int first_tile, row_tiles, rounds;           // row tiles of the output slice
+  int values_each;                             // of a thread, where a tile is finished as one group; else 0
   float inverse_count;                         // 1 / values of a (sample, group) pair
-  Divisor by_times, by_chunks, by_floats, by_quads, by_value, by_groups, by_parts, by_columns, by_edges, by_rows,
-      by_per_tap, by_taps[2], by_unit;
+  Divisor by_times, by_chunks, by_floats, by_quads, by_value, by_groups, by_parts, by_columns, by_rows, by_per_tap,
+      by_taps[2], by_unit;
   int all_steps[2];  // of a segment, along K
   WarpSteps steps[2][kPhaseWarps];
   signed char warp_row[kPhaseWarps], warp_column[kPhaseWarps];
@@ -92,6 +93,9 @@ struct Work {
     groups = p.group_channels ? divide(real_channels, p.group_channels) : 0;
     const int pairs = samples * groups;
     parts = pairs == 0 || pairs >= kPhaseWarps ? 1 : divide(kPhaseWarps, pairs);
+    const bool alone = p.kind == PhaseKind::kFinish && p.value.kind == SourceKind::kPartials &&
+                       p.residual.kind != SourceKind::kHead && pairs == 1 && real_channels == value_channels;
+    values_each = !alone ? 0 : divide(rows * value_channels + kPhaseWarps * 32 - 1, kPhaseWarps * 32);
     first_tile = slice_begin(p.row_tiles, at.out, p.slices_out);
     row_tiles = slice_begin(p.row_tiles, at.out + 1, p.slices_out) - first_tile;
     rounds = divide(row_tiles + p.warps_rows - 1, p.warps_rows);
@@ -105,7 +109,6 @@ struct Work {
       all_steps[s] = s < p.num_segments ? units * (1 + p.joined) * p.segments[s].taps * (p.unit_padded >> 4) : 0;
     }
     slab_pitch = slab_row(slab_channels, element), sample_pitch = slab_sample(p.times_in, p.pad, slab_pitch);
-    by_edges.set((sample_pitch - p.times_in * slab_pitch) / 16);
   }
   // After fill_tile: a warp's part of a segment.
   DPA_DEVICE void fill_warp(int segment, int warp) {

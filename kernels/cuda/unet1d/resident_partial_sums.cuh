@@ -29,7 +29,7 @@ struct PartialSumMessages {
   __device__ __forceinline__ OutputWord load(int pair, int slice) const {
     const uint32_t* at = first + (pair < count ? pair * apart : 0u) + slice * kStride;
     if constexpr (kWide)
-      return ptx::load_message(at);
+      return ptx::load_message_8(at);
     else
       return ptx::load_message_word<void>(at);
   }

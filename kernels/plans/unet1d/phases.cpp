@@ -212,7 +212,11 @@ class PhaseBuilder {
     const double next = made * word * f.slices_in / std::min(device.multiprocessors, 8 * f.slices_batch) / 40,
                  published = made * f.slices_in / device.multiprocessors * 0.2;
     const int passes = ceil_div(f.tiles, device.multiprocessors);
-    if (f.kind == PhaseKind::kFinish) return passes * (read / 40 + values * (f.norm >= 0 ? 1.35 : 0.7) + 4000);
+    if (f.kind == PhaseKind::kFinish) {
+      const bool one_group = f.samples == 1 && ceil_div(f.units, f.slices_in) * f.unit_channels == f.group_channels;
+      const bool in_registers = one_group && values <= kGroupValues * kPhaseWarps * 32;
+      return passes * (read / 40 + (in_registers ? values * 0.4 + 2600 : values * (f.norm >= 0 ? 1.35 : 0.7) + 4000));
+    }
     return passes * (read / 40 + values * (f.norm >= 0 ? 0.35 : 0.1) + weights / stream * 0.7 + gemm + sums + 900) +
            (passes - 1) * kFurther + next + published;
   }

@@ -20,6 +20,7 @@
 namespace dpa::kernels::unet1d {
 
 constexpr int kPhaseWarps = 8;
+constexpr int kGroupValues = 4;        // of a thread, at most, where a tile is one group of a sample: in registers
 constexpr int kPhaseStatistics = 512;  // most (sample, group) pairs of a tile
 constexpr int kPhaseEntry = 672;       // bytes of a phase in a block's table
 constexpr int kMaxPhases = 2 * kMaxConvs + 2;
