@@ -3,7 +3,7 @@
 //
 //   thread   four values of a row: of 16-bit types a word is channels g and g + 8, so the values are channels c, c + 1,
 //            c + 8 and c + 9; of float32 neighbours
-//   warp     its values' number, mean and sum of squares about that; then every thread joins those of all warps
+//   warp     its values' number, and their sums about its first one; then every thread joins those of all warps
 #pragma once
 #include "kernels/cuda/unet1d/phases_input.cuh"
 
